@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help venv train lint test test-all docs clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# The stamps make an unchanged environment cost nothing; `dev` contains `recipes`.
+$(VENV)/.recipes: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --editable '.[recipes]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --editable '.[dev]'
+	touch $@ $(VENV)/.recipes
+
+venv: $(VENV)/.recipes  ## make .venv with the package and what the recipes need
+
+train: venv  ## train the digits classifier with 2 ranks
+	$(BIN)/ringstrategy run digits
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## lint, types, and the suite without the long matrices
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: lint  ## everything, with the fault and launch matrices
+	$(BIN)/python -m pytest
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,66 @@
+"""The contract that every collective fulfils."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Collective", "Work"]
+
+
+class Work(Protocol):
+    """An all-reduce under way."""
+
+    def wait(self) -> None:
+        """Block until the buffer holds the sum over ranks and may be written again.
+
+        On CUDA the current stream waits; the host does not.
+
+        Raises:
+            RankFailure: another rank failed, left, or did not answer within the timeout.
+        """
+
+
+class Collective(Protocol):
+    """Sums buffers over the ranks of one process group.
+
+    Every rank makes the same calls, in the same order, with buffers of the same length and dtype. After an all-reduce
+    every rank holds the same bits.
+
+    Attributes:
+        name: what the benchmarks and logs call it, e.g. ``"shared_memory"``.
+        rank: this process's rank.
+        world_size: number of ranks.
+        bytes_sent: bytes of gradient buffers this rank has handed to another so far.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    bytes_sent: int
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory that :meth:`all_reduce` works in. Collective: every rank calls it with the same size.
+
+        Args:
+            nbytes: size in bytes.
+
+        Returns:
+            A one-dimensional, zeroed ``uint8`` tensor, aligned for every dtype. Memory that was allocated before
+            stays readable, but can no longer be reduced.
+        """
+
+    def all_reduce(self, buffer: Tensor) -> Work:
+        """Start summing ``buffer`` over all ranks, in place.
+
+        Args:
+            buffer: a contiguous one-dimensional view into the memory of the last :meth:`allocate`. It must not be
+                touched before :meth:`Work.wait` returns.
+        """
+
+    def abort(self, error: BaseException) -> None:
+        """Make every pending and later :meth:`Work.wait` raise ``error``. Safe to call from any thread."""
+
+    def close(self) -> None:
+        """Release threads, sockets and memory. Idempotent; touches no other rank."""
