@@ -33,12 +33,14 @@ class Collective(Protocol):
         rank: this process's rank.
         world_size: number of ranks.
         bytes_sent: bytes of gradient buffers this rank has handed to another so far.
+        busy_seconds: time this rank has spent in all-reduces so far; 0 where the backend does not tell.
     """
 
     name: str
     rank: int
     world_size: int
     bytes_sent: int
+    busy_seconds: float
 
     def allocate(self, nbytes: int) -> Tensor:
         """Memory that :meth:`all_reduce` works in. Collective: every rank calls it with the same size.

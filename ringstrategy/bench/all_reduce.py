@@ -1,0 +1,264 @@
+"""All-reduce bandwidth of several collectives, measured side by side.
+
+Conventions are those of nccl-tests: ``algbw`` is the buffer's size over the time of one all-reduce, ``busbw`` is
+``algbw * 2(n-1)/n``, which is what each rank has to send at least and therefore comparable between numbers of ranks.
+
+One repeat of one collective is: fill the buffers, barrier, a few all-reduces one after the other, each waited for.
+Its time is that of the slowest rank over the number of all-reduces, which are several for small sizes, so that ranks
+leaving the barrier one after the other do not weigh. The collectives take turns repeat by repeat: whatever else the
+machine does meets all of them. Each all-reduce, also the timed ones, has its own buffer, and every element of the
+result is compared with the exact sum afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from ringstrategy.bench import BenchError
+from ringstrategy.bench.sizes import format_size
+from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.choose import Transport, choose_collective
+from ringstrategy.process_group import RankGroup
+
+__all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "measure", "modulus"]
+
+COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
+_SMALL = 2**20  # all-reduces of less than this are timed several at a time ...
+_MAX_CALLS = 64  # ... up to so many
+_GRACE_S = 3.0  # for the other ranks to end by themselves when one has died
+
+
+@dataclass(frozen=True)
+class AllReduceConfig:
+    """What to measure.
+
+    Attributes:
+        ranks: number of processes.
+        sizes: buffer sizes in bytes.
+        collectives: names of collectives, e.g. ``"shared_memory"`` and ``"backend"``.
+        dtype: floating-point dtype of the elements.
+        repeats: timed repeats per size and collective.
+        warmup: repeats before them that are checked, but not timed.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    ranks: int = 2
+    sizes: tuple[int, ...] = (2**16, 2**20, 2**22, 25 * 2**20, 2**26)
+    collectives: tuple[str, ...] = ("shared_memory", "backend")
+    dtype: str = "float32"
+    repeats: int = 20
+    warmup: int = 5
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ValueError(f"an all-reduce needs at least 2 ranks, not {self.ranks}")
+        for name in self.collectives:
+            if name not in COLLECTIVES:
+                raise ValueError(f"unknown collective {name!r}: choose from {', '.join(COLLECTIVES)}")
+        if len(set(self.collectives)) < len(self.collectives):
+            raise ValueError(f"a collective is named twice: {', '.join(self.collectives)}")
+        for size in self.sizes:
+            if size % self.torch_dtype.itemsize:
+                raise ValueError(
+                    f"{format_size(size)} is no whole number of {self.dtype} elements"
+                    f" of {self.torch_dtype.itemsize} bytes"
+                )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch knows it."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{self.dtype!r} is no floating-point dtype of torch")
+        return dtype
+
+    @property
+    def command(self) -> str:
+        """The command line that measures this."""
+        return (
+            f"ringstrategy bench all-reduce --ranks {self.ranks} --sizes {','.join(map(format_size, self.sizes))}"
+            f" --collectives {','.join(self.collectives)} --dtype {self.dtype}"
+            f" --repeats {self.repeats} --warmup {self.warmup}"
+        )
+
+
+@dataclass(frozen=True)
+class AllReduceRow:
+    """One line of the result.
+
+    Attributes:
+        collective: its name.
+        ranks: number of processes.
+        bytes: size of the whole buffer.
+        median_s: median over the repeats of the slowest rank's time of one all-reduce.
+        algbw_GBps: ``bytes / median_s``, in units of 1e9 bytes per second.
+        busbw_GBps: ``algbw * 2(n-1)/n``.
+    """
+
+    collective: str
+    ranks: int
+    bytes: int
+    median_s: float
+    algbw_GBps: float
+    busbw_GBps: float
+
+    @classmethod
+    def of(cls, collective: str, ranks: int, nbytes: int, median_s: float) -> AllReduceRow:
+        """Work out the bandwidths from a time in seconds."""
+        algbw = nbytes / median_s / 1e9
+        return cls(collective, ranks, nbytes, median_s, algbw, algbw * 2 * (ranks - 1) / ranks)
+
+
+def measure(config: AllReduceConfig) -> list[AllReduceRow]:
+    """Start the ranks, measure, and end them.
+
+    Returns:
+        One row per size and collective, by size and then as named.
+
+    Raises:
+        BenchError: a rank died or failed, a sum was wrong, or a collective is not available here. No rank is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringstrategy-bench-") as folder:
+        # Forked from a server that has imported torch once, the ranks start at once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            _run_rank, (config, folder), nprocs=config.ranks, join=False, daemon=True, start_method="forkserver"
+        )
+        try:
+            while not ranks.join(grace_period=_GRACE_S):
+                pass
+        except ProcessRaisedException as error:
+            # The last line of the rank's traceback; an error of ours explains itself.
+            last = str(error).strip().splitlines()[-1]
+            prefix = f"{BenchError.__module__}.{BenchError.__qualname__}: "
+            message = last.removeprefix(prefix) if last.startswith(prefix) else str(error).strip()
+            raise BenchError(message) from error
+        except ProcessExitedException as error:
+            raise BenchError(f"rank {error.error_index} (pid {error.error_pid}) died: {error}") from error
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+            for file in ranks.error_files:
+                Path(file).unlink(missing_ok=True)
+        medians = json.loads(_result_file(folder).read_text())
+    return [AllReduceRow.of(name, config.ranks, size, seconds) for size, name, seconds in medians]
+
+
+def modulus(ranks: int, dtype: torch.dtype) -> int:
+    """The period of :func:`contribution`, such that sums over the ranks are exact in ``dtype``.
+
+    It is odd: no power of two, as sizes of chunks tend to be, is a multiple of it, so that a chunk in another's place
+    is seen.
+    """
+    exact = int(2 / torch.finfo(dtype).eps)  # every integer up to this has a representation of its own
+    return (exact // ranks - 1) | 1
+
+
+def contribution(rank: int, ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What one rank brings: integers that differ between neighbouring elements and between ranks.
+
+    Returns:
+        ``int64`` tensor of shape ``(count,)``, each element below :func:`modulus`.
+    """
+    period = modulus(ranks, dtype)
+    return (torch.arange(count) + rank * (period // ranks)) % period
+
+
+def _run_rank(rank: int, config: AllReduceConfig, folder: str) -> None:
+    """One process: joins the others, measures every size, and rank 0 writes the medians."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=config.ranks, timeout=timeout
+    )
+    group = RankGroup.connect(torch.device("cpu"), timeout)
+    collectives = [_open(group, name) for name in config.collectives]
+    medians = [
+        (size, name, seconds)
+        for size in config.sizes
+        for name, seconds in _measure_size(collectives, size, rank, config).items()
+    ]
+    for collective in collectives:
+        collective.close()
+    if rank == 0:
+        _result_file(folder).write_text(json.dumps(medians))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _open(group: RankGroup, name: str) -> Collective:
+    """The collective of this name, or an error that says it cannot be had."""
+    try:
+        collective = choose_collective(group, transport=cast(Transport, name))
+    except RuntimeError as error:
+        raise BenchError(f"the collective {name!r} is not available: {error}") from error
+    if collective.name != name:
+        raise BenchError(f"the collective {name!r} is not available here; {collective.name!r} would take its place")
+    return collective
+
+
+def _measure_size(collectives: list[Collective], nbytes: int, rank: int, config: AllReduceConfig) -> dict[str, float]:
+    """The median time in seconds of an all-reduce of ``nbytes``, by name of the collective."""
+    dtype, count = config.torch_dtype, nbytes // config.torch_dtype.itemsize
+    mine = contribution(rank, config.ranks, count, dtype).to(dtype)
+    each = (contribution(other, config.ranks, count, dtype) for other in range(config.ranks))
+    expected = sum(each, start=torch.zeros(count, dtype=torch.int64)).to(dtype)
+    calls = max(1, min(_MAX_CALLS, _SMALL // nbytes))
+    buffers = [collective.allocate(calls * nbytes).view(dtype).view(calls, count) for collective in collectives]
+    rows = [list(buffer) for buffer in buffers]
+
+    seconds: list[list[float]] = [[] for _ in collectives]
+    problem: str | None = None
+    for _ in range(config.warmup + config.repeats):
+        for collective, buffer, views, times in zip(collectives, buffers, rows, seconds, strict=True):
+            buffer.copy_(mine)
+            dist.barrier()
+            start = time.perf_counter()
+            for view in views:
+                collective.all_reduce(view).wait()
+            times.append((time.perf_counter() - start) / calls)
+            problem = problem or _difference(buffer, expected, collective.name, rank)
+
+    of_all_ranks: list[tuple[list[list[float]], str | None]] = [([], None)] * config.ranks
+    dist.all_gather_object(of_all_ranks, (seconds, problem))
+    # Every rank raises the same error, so that no rank's broken connection hides it.
+    for _, found in of_all_ranks:
+        if found:
+            raise BenchError(found)
+    medians = {}
+    for index, collective in enumerate(collectives):
+        slowest = map(max, zip(*(times[index] for times, _ in of_all_ranks), strict=True))
+        medians[collective.name] = statistics.median(list(slowest)[config.warmup :])
+    return medians
+
+
+def _difference(buffer: Tensor, expected: Tensor, name: str, rank: int) -> str | None:
+    """Says where the result is wrong, or nothing."""
+    if torch.equal(buffer, expected.expand_as(buffer)):
+        return None
+    wrong = (buffer != expected).nonzero()
+    row, element = wrong[0].tolist()
+    return (
+        f"{name} summed wrongly: rank {rank}, {format_size(expected.nbytes)}, element {element} is"
+        f" {buffer[row, element].item()} instead of {expected[element].item()} ({len(wrong)} elements differ)"
+    )
+
+
+def _result_file(folder: str) -> Path:
+    return Path(folder, "medians.json")

@@ -1,0 +1,48 @@
+"""What a measurement was made on and with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import ringstrategy
+
+__all__ = ["describe"]
+
+
+def describe(command: str) -> dict[str, str | float]:
+    """Describe this machine and the software on it, without names of hosts or paths.
+
+    Call it before the measurement: the load is that of the machine as it was found.
+
+    Args:
+        command: the command that repeats the measurement.
+
+    Returns:
+        What belongs beside every number: versions, processor, usable cores, memory, kernel, load, date,
+        command.
+    """
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "lightning": version("lightning"),
+        "ringstrategy": ringstrategy.__version__,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_GiB": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+    }
+
+
+def _cpu_model() -> str:
+    """The processor's name; ``platform.processor()`` is empty on most Linux systems."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

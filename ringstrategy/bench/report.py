@@ -1,0 +1,91 @@
+"""Results as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from ringstrategy.bench.all_reduce import AllReduceRow
+from ringstrategy.bench.sizes import format_size
+from ringstrategy.bench.train_step import Contender, TrainStepRow
+
+__all__ = ["all_reduce_table", "format_time", "train_step_table", "write_json"]
+
+_BASELINE = "backend"
+
+
+def format_time(seconds: float) -> str:
+    """Write a time with three significant digits: ``"38.2 µs"``, ``"1.07 ms"``, ``"2.00 s"``."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            scaled = seconds * factor
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def all_reduce_table(rows: Sequence[AllReduceRow]) -> Table:
+    """One line per size and collective, with the speed relative to the backend's own all-reduce where it was run."""
+    backend_s = {row.bytes: row.median_s for row in rows if row.collective == _BASELINE}
+    table = Table(title=f"all-reduce, {rows[0].ranks} ranks (GB = 1e9 bytes)")
+    table.add_column("size", justify="right")
+    table.add_column("collective")
+    for name in ("time", "algbw GB/s", "busbw GB/s", *(["vs backend"] if backend_s else [])):
+        table.add_column(name, justify="right")
+    last = None
+    for row in rows:
+        if last not in (None, row.bytes):
+            table.add_section()
+        ratio = [f"{backend_s[row.bytes] / row.median_s:.2f}x"] if backend_s else []
+        table.add_row(
+            format_size(row.bytes) if row.bytes != last else "",
+            row.collective,
+            format_time(row.median_s),
+            f"{row.algbw_GBps:.2f}",
+            f"{row.busbw_GBps:.2f}",
+            *ratio,
+        )
+        last = row.bytes
+    return table
+
+
+def train_step_table(rows: Sequence[TrainStepRow]) -> Table:
+    """One line per strategy, its speed relative to each ``ddp`` and its overhead over each ``none``."""
+    of_base = {base: [row for row in rows if Contender.parse(row.strategy).base == base] for base in ("ddp", "none")}
+    counted = any(row.all_reduce_s is not None for row in rows)
+    table = Table(title=f"training step, {rows[0].model}, {rows[0].ranks} ranks of one thread")
+    table.add_column("strategy")
+    for name in (
+        "step",
+        "rounds",
+        *(f"vs {row.strategy}" for row in of_base["ddp"]),
+        *(f"over {row.strategy}" for row in of_base["none"]),
+        *(["all-reduce", "exposed"] if counted else []),
+        "peak PSS MiB",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.strategy,
+            format_time(row.median_s),
+            f"{min(row.rounds_s) * 1e3:.1f} to {max(row.rounds_s) * 1e3:.1f} ms",
+            *(f"{other.median_s / row.median_s:.2f}x" for other in of_base["ddp"]),
+            *(f"{row.median_s / other.median_s - 1:+.0%}" for other in of_base["none"]),
+            *((_optional(row.all_reduce_s), _optional(row.exposed_s)) if counted else ()),
+            f"{row.peak_pss_MiB:.0f}",
+        )
+    return table
+
+
+def _optional(seconds: float | None) -> str:
+    return "-" if seconds is None else format_time(seconds)
+
+
+def write_json(
+    path: Path, environment: dict[str, str | float], rows: Sequence[AllReduceRow] | Sequence[TrainStepRow]
+) -> None:
+    """Write ``{"environment": {...}, "rows": [...]}``."""
+    path.write_text(json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

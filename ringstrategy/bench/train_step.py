@@ -1,0 +1,232 @@
+"""Time of a training step and peak memory per strategy, from real ``Trainer.fit`` runs.
+
+Every run has fresh processes. The strategies take turns, round by round, so that a slow spell of the machine meets
+all of them. A run's time is the median over its timed steps, on rank 0, from one batch's start to the next one's; a
+row's time is the median over the rounds. Memory is the largest proportional set size (each page divided by the number
+of processes that map it) of any rank at any time, sampled every 5 ms from before ``fit`` to the end of the warm-up
+and again in a few steps after the timed ones, so that sampling does not slow those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ringstrategy.bench import BenchError
+from ringstrategy.bench.memory import keep_freed_memory_environment
+from ringstrategy.bench.models import check_model
+from ringstrategy.bench.train_worker import RankResult, TrainRun
+
+__all__ = ["Contender", "TrainStepConfig", "TrainStepRow", "measure"]
+
+_BASES = ("ring_ddp", "ddp", "none")
+_OUTPUT_LINES = 30  # of a failed run
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy and what it does with freed memory.
+
+    Attributes:
+        base: ``"ring_ddp"``, ``"ddp"`` or ``"none"``.
+        memory: ``"keep"``: glibc hands no freed memory back to the system; ``"release"``: it may; ``""``: whatever is
+            the strategy's default, which is to keep it for ``ring_ddp`` and to release it for the others.
+    """
+
+    base: str
+    memory: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Contender:
+        """Read ``"ddp"``, ``"ddp+keep"`` or ``"ring_ddp+release"``.
+
+        Raises:
+            ValueError: no such strategy or suffix.
+        """
+        base, plus, memory = text.partition("+")
+        if base not in _BASES or (plus and memory not in ("keep", "release")):
+            raise ValueError(
+                f"unknown strategy {text!r}: choose from {', '.join(_BASES)}, each also with +keep or +release"
+            )
+        return cls(base, memory)
+
+    @property
+    def name(self) -> str:
+        """What :meth:`parse` reads."""
+        return f"{self.base}+{self.memory}" if self.memory else self.base
+
+    @property
+    def keeps(self) -> bool:
+        """Whether freed memory stays with the process."""
+        return self.memory == "keep" or (self.memory == "" and self.base == "ring_ddp")
+
+
+@dataclass(frozen=True)
+class TrainStepConfig:
+    """What to measure.
+
+    Attributes:
+        model: ``"mlp"`` or a classifier of torchvision.
+        batch_size: samples per rank and step.
+        ranks: number of processes, with one thread each.
+        strategies: the contenders, in the order in which they take turns.
+        steps: timed steps per run.
+        warmup: steps before them.
+        rounds: runs per strategy.
+        image_size: height and width of the images in pixels.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    model: str = "mlp"
+    batch_size: int = 32
+    ranks: int = 2
+    strategies: tuple[Contender, ...] = (Contender("ring_ddp"), Contender("ddp"), Contender("none"))
+    steps: int = 40
+    warmup: int = 10
+    rounds: int = 3
+    image_size: int = 32
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if len(set(self.strategies)) < len(self.strategies):
+            raise ValueError("a strategy is named twice")
+        check_model(self.model)
+
+    @property
+    def command(self) -> str:
+        """The command line that measures this."""
+        return (
+            f"ringstrategy bench train-step --model {self.model} --batch-size {self.batch_size} --ranks {self.ranks}"
+            f" --strategies {','.join(contender.name for contender in self.strategies)} --steps {self.steps}"
+            f" --warmup {self.warmup} --rounds {self.rounds} --image-size {self.image_size}"
+        )
+
+
+@dataclass(frozen=True)
+class TrainStepRow:
+    """One line of the result.
+
+    Attributes:
+        strategy: its name, with the suffix.
+        model: the network's name.
+        ranks: number of processes.
+        median_s: median over the rounds of the run's median time of a step.
+        peak_pss_MiB: largest proportional set size of a rank.
+        rounds_s: the medians of the rounds.
+        all_reduce_s: time per step that the collective was busy (median over the rounds), where the strategy counts it.
+        exposed_s: the part of it that training waited for, likewise.
+    """
+
+    strategy: str
+    model: str
+    ranks: int
+    median_s: float
+    peak_pss_MiB: float
+    rounds_s: tuple[float, ...]
+    all_reduce_s: float | None
+    exposed_s: float | None
+
+
+def measure(config: TrainStepConfig, progress: Callable[[str], None] = lambda _: None) -> list[TrainStepRow]:
+    """Run every strategy in every round.
+
+    Args:
+        config: what to measure.
+        progress: told what runs next.
+
+    Returns:
+        One row per strategy, in the order of the configuration.
+
+    Raises:
+        BenchError: a run failed, or a strategy that synchronises left the ranks with different parameters. No process
+            of it is left.
+    """
+    results: dict[Contender, list[list[RankResult]]] = {contender: [] for contender in config.strategies}
+    for number in range(config.rounds):
+        for contender, runs in results.items():
+            progress(f"round {number + 1} of {config.rounds}: {contender.name}")
+            runs.append(_fit(config, contender))
+    return [_row(config, contender, runs) for contender, runs in results.items()]
+
+
+def _row(config: TrainStepConfig, contender: Contender, runs: list[list[RankResult]]) -> TrainStepRow:
+    rounds_s = tuple(ranks[0].median_s for ranks in runs)
+    return TrainStepRow(
+        strategy=contender.name,
+        model=config.model,
+        ranks=config.ranks,
+        median_s=statistics.median(rounds_s),
+        peak_pss_MiB=max(rank.peak_pss_MiB for ranks in runs for rank in ranks),
+        rounds_s=rounds_s,
+        all_reduce_s=_median(ranks[0].all_reduce_s for ranks in runs),
+        exposed_s=_median(ranks[0].exposed_s for ranks in runs),
+    )
+
+
+def _median(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _fit(config: TrainStepConfig, contender: Contender) -> list[RankResult]:
+    """One run in fresh processes; what each rank saw, by rank."""
+    run = TrainRun(
+        strategy=contender.base,
+        keep_freed_memory=contender.keeps,
+        model=config.model,
+        batch_size=config.batch_size,
+        image_size=config.image_size,
+        ranks=config.ranks,
+        steps=config.steps,
+        warmup=config.warmup,
+        timeout_s=config.timeout_s,
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
+    environment["OMP_NUM_THREADS"] = "1"
+    if contender.keeps and contender.base != "ring_ddp":
+        environment |= keep_freed_memory_environment()
+    with tempfile.TemporaryDirectory(prefix="ringstrategy-bench-") as name:
+        folder = Path(name)
+        (folder / "run.json").write_text(json.dumps(asdict(run)))
+        output = folder / "output.txt"
+        command = [sys.executable, "-m", "ringstrategy.bench.train_worker", name]
+        with output.open("wb") as stream, _process_group(command, environment, stream.fileno()) as process:
+            code = process.wait()
+        files = [folder / f"rank-{rank}.json" for rank in range(config.ranks)]
+        if code or not all(file.exists() for file in files):
+            tail = "\n".join(output.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
+            raise BenchError(f"the run with {contender.name} failed (exit code {code}):\n{tail}")
+        ranks = [RankResult(**json.loads(file.read_text())) for file in files]
+    if contender.base != "none" and len({rank.parameters for rank in ranks}) > 1:
+        raise BenchError(f"{contender.name} left the ranks with different parameters; its times mean nothing")
+    return ranks
+
+
+# What a launcher around this process would tell Lightning: the runs launch their ranks themselves.
+_LAUNCH_VARIABLES = (
+    "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_", "SLURM_", "PL_GLOBAL_SEED", "MALLOC_",
+)  # fmt: skip
+
+
+@contextmanager
+def _process_group(command: list[str], environment: dict[str, str], output: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in a group of its own and end whatever is left of the group, the ranks it started included."""
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # every process of the group has ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,46 @@
+"""Keeping buffers (running statistics and the like) equal on all ranks, at the price of few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ringstrategy.process_group import RankGroup
+
+__all__ = ["BufferSync"]
+
+
+class BufferSync:
+    """Gives rank 0's buffers to all ranks where somebody reads them.
+
+    torch's DDP does so before every forward. But nothing reads the running statistics of a normalisation layer that
+    trains: the batch's own are used. So these wait for the next evaluation, with the same outcome. All other buffers
+    are sent before every training forward, as DDP does.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def before_training_step(self, module: nn.Module) -> None:
+        """Send what the coming forward may read. Collective."""
+        self._group.broadcast_tensors(_buffers(module, also_statistics=False))
+
+    def send_all(self, module: nn.Module) -> None:
+        """Send every buffer: before an evaluation, and when training ends. Collective."""
+        self._group.broadcast_tensors(_buffers(module, also_statistics=True))
+
+
+def _buffers(module: nn.Module, *, also_statistics: bool) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for child in module.modules():
+        if not also_statistics and isinstance(child, _NormBase) and child.training:
+            continue
+        for buffer in child.buffers(recurse=False):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer

@@ -1,0 +1,1 @@
+"""Sums of buffers over ranks: one contract, several implementations."""

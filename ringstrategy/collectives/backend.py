@@ -1,0 +1,54 @@
+"""The process group's own all-reduce: NCCL's on GPUs, gloo's on CPUs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringstrategy.process_group import RankGroup
+
+__all__ = ["BackendCollective"]
+
+
+class BackendCollective:
+    """All-reduce by the default process group.
+
+    NCCL runs on a stream of its own, which waits for the stream that filled the buffer; `Work.wait` makes the current
+    stream wait in turn. So the sum overlaps with backward and never blocks the host. gloo has threads of its own.
+
+    Args:
+        group: the ranks.
+    """
+
+    name = "backend"
+
+    def __init__(self, group: RankGroup) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.bytes_sent = 0
+        self.busy_seconds = 0.0
+        self._device = group.device
+        self._aborted: BaseException | None = None
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Zeroed ``uint8`` memory of ``nbytes`` elements on the group's device."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def all_reduce(self, buffer: Tensor) -> dist.Work:
+        """Start summing ``buffer`` over all ranks."""
+        if self._aborted is not None:
+            raise self._aborted
+        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        # What a ring moves; the backend may have chosen another algorithm.
+        self.bytes_sent += 2 * (self.world_size - 1) * buffer.nbytes // self.world_size
+        work = dist.all_reduce(real, async_op=True)
+        assert work is not None
+        return work
+
+    def abort(self, error: BaseException) -> None:
+        """Refuse later calls. A pending one ends with the backend's own error or timeout."""
+        self._aborted = self._aborted or error
+
+    def close(self) -> None:
+        """Nothing to release: the process group belongs to the trainer."""

@@ -1,0 +1,395 @@
+"""One rank fails: every rank knows which and why, and ends.
+
+A run hangs when one rank is gone and the others wait for it inside a collective. So each rank has a monitor thread
+that watches the other ranks of its host:
+
+- a rank that raises tells the others before its exception travels on (`FailureMonitor.report`);
+- a rank that is killed shows through its pidfd, whatever children of it still live;
+- a rank that is stopped, or stays away, is named after a minute, and given up after the timeout.
+
+The first word is final. The monitor logs it once, makes every collective of this package raise it (now and later),
+and if the main thread sits in a collective of somebody else's, which nothing can wake, ends the process after a grace
+period. Messages are datagrams between Unix sockets: they outlive their sender, and no server is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ringstrategy.process_group import Rank, RankGroup
+
+__all__ = ["FailureMonitor", "FailureNote", "RankFailure"]
+
+_log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_MOST_BYTES = 16 * 1024  # of a message; a datagram must fit the socket's buffer
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
+
+
+@dataclass(frozen=True)
+class FailureNote:
+    """What the failing rank leaves behind, or a survivor writes for it.
+
+    Attributes:
+        rank: the rank that failed first.
+        pid: its process.
+        host: its host's name.
+        where: what it was doing, e.g. ``"training, epoch 0, step 17"``; empty if nobody knows.
+        reason: what happened to it.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f", {self.where}" if self.where else ""
+        return f"rank {self.rank} failed first (pid {self.pid} on {self.host}{where}): {self.reason}"
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed, left, or did not answer within the timeout.
+
+    Args:
+        note: which rank, and why.
+        waiting_for: what this rank was waiting for when it learned of it.
+    """
+
+    def __init__(self, note: FailureNote, waiting_for: str = "") -> None:
+        super().__init__(f"{note}{f' [this rank waited for {waiting_for}]' if waiting_for else ''}")
+        self.note = note
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Where a rank waits: its how-manieth collective it is, and what it is called."""
+
+    sequence: int
+    label: str
+    since: float = 0.0
+
+
+class FailureMonitor:
+    """Watches the other ranks of this host, and is watched.
+
+    Args:
+        group: the ranks of the run.
+        where: tells what this rank is doing, for the note of a failure.
+        warn_after: seconds after which a missing rank is named in the log, and again.
+        grace: seconds that the main thread has, once a failure is known, before the process is ended.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        where: Callable[[], str] = lambda: "",
+        *,
+        warn_after: float = 60.0,
+        grace: float = 5.0,
+    ) -> None:
+        self._me = group.ranks[group.rank]
+        self._world_size = group.world_size
+        # Elsewhere than on Linux nobody is watched; a lost peer still shows as the transport's error.
+        self._neighbours = {rank.rank: rank for rank in group.neighbours} if hasattr(os, "pidfd_open") else {}
+        self._where = where
+        self._timeout = group.timeout.total_seconds()
+        self._warn_after = warn_after
+        self._grace = grace
+        self._failed = threading.Event()
+        self._note: FailureNote | None = None
+        self._known_since = 0.0
+        self._leaving = False
+        self._waiting: _Waiting | None = None
+        self._announced = -1
+        self._sequence = 0
+        self._others: dict[int, _Waiting] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._warned_at = time.monotonic()
+        self._callbacks: list[Callable[[BaseException], None]] = []
+        self._interrupt: threading.Event | None = None
+        self._wake, self._alarm = os.pipe()
+        self._closing = False
+        self._socket, self._addresses = self._bind(group)
+        self._pidfds = {rank: os.pidfd_open(neighbour.pid) for rank, neighbour in self._neighbours.items()}
+        self._dead: set[int] = set()
+        self._abandoned: list[dist.Work] = []
+        self._thread = threading.Thread(target=self._run, name="ringstrategy-failure-monitor", daemon=True)
+        self._thread.start()
+
+    # -- for the main thread -----------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether some rank, perhaps this one, has failed."""
+        return self._failed.is_set()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the main thread has left what the ranks do together."""
+        return self._leaving
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Call ``callback`` with the error, from the monitor's thread, as soon as a failure is known."""
+        self._callbacks.append(callback)
+
+    def check(self) -> None:
+        """Raise if a rank has failed.
+
+        Raises:
+            RankFailure: with the first failure.
+        """
+        if self._note is not None:
+            raise RankFailure(self._note)
+
+    @contextlib.contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Around every wait for other ranks.
+
+        Args:
+            label: what is waited for, as the error shall name it.
+
+        Raises:
+            RankFailure: a rank failed before or meanwhile; an error of the transport is only its consequence.
+        """
+        self.check()
+        self._sequence += 1
+        self._waiting = _Waiting(self._sequence, label, time.monotonic())
+        try:
+            yield
+        except RankFailure:
+            raise
+        except (RuntimeError, OSError) as error:
+            # The transport notices a lost peer at once; who was lost, and why, is known a moment later.
+            if self._failed.wait(2 * _TICK_SECONDS) or self._blame_the_dead():
+                assert self._note is not None
+                raise RankFailure(self._note, label) from error
+            raise
+        finally:
+            self._waiting = None
+
+    def join(self, work: dist.Work) -> None:
+        """Wait for a CPU operation of the process group, but not beyond a failure. Inside :meth:`waiting`.
+
+        Raises:
+            RankFailure: a rank failed; the operation stays behind in the backend's threads.
+        """
+        done = threading.Event()
+        self._interrupt = done
+        try:
+            work.get_future().add_done_callback(lambda _: done.set())
+            if not self.failed:
+                done.wait()
+        finally:
+            self._interrupt = None
+        if self._note is not None and not work.is_completed():
+            self._abandoned.append(work)
+            self.check()
+        work.wait()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one fails with ``error``; its consequences elsewhere are not reported."""
+        if isinstance(error, RankFailure):
+            self.leave()
+            return
+        text = "".join(traceback.format_exception_only(error)).strip()
+        self._publish(FailureNote(self._me.rank, self._me.pid, self._me.host.name, self._where(), text))
+        self.leave()
+
+    def leave(self) -> None:
+        """From here on the end of another rank is no failure of its own."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.write(self._alarm, b"x")
+        self._thread.join()
+        self._socket.close()
+        for fd in (self._wake, self._alarm, *self._pidfds.values()):
+            os.close(fd)
+
+    # -- the monitor's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        poll = select.poll()
+        ranks = {pidfd: rank for rank, pidfd in self._pidfds.items()}
+        for fd in (self._wake, self._socket.fileno(), *ranks):
+            poll.register(fd, select.POLLIN)
+        while not self._closing:
+            ended = [fd for fd, _ in poll.poll(_TICK_SECONDS * 1000) if fd in ranks]
+            self._read_messages()
+            for fd in ended:
+                poll.unregister(fd)
+                self._dead.add(ranks[fd])
+                if not self._leaving:
+                    self._blame_the_dead()
+            self._look_for_stopped_ranks()
+            self._look_at_own_wait()
+            self._end_after_grace()
+
+    def _read_messages(self) -> None:
+        while True:
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            sender = self._sender(ancillary)
+            if sender is None:
+                continue  # the address is not secret; only ranks of this run are heard
+            message = json.loads(data)
+            if "reason" in message:
+                self._take(FailureNote(**message))
+            else:
+                self._others[sender] = _Waiting(**message)
+
+    def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+                return next((r.rank for r in self._neighbours.values() if (r.pid, r.uid) == (pid, uid)), None)
+        return None
+
+    def _blame_the_dead(self) -> bool:
+        if not self._dead:
+            return False
+        rank = self._neighbours[min(self._dead)]
+        reason = "the process is gone: it was killed, or exited on its own"
+        self._publish(FailureNote(rank.rank, rank.pid, rank.host.name, self._where(), reason))
+        return True
+
+    def _look_for_stopped_ranks(self) -> None:
+        now = time.monotonic()
+        for rank, pidfd in self._pidfds.items():
+            if not _is_stopped(self._neighbours[rank].pid):
+                self._stopped_since.pop(rank, None)
+                continue
+            since = self._stopped_since.setdefault(rank, now)
+            if self._note is not None:
+                # It cannot hear that the run is over, and must not wake up into it later.
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            elif now - since > self._timeout and not self._leaving:
+                self._give_up(self._neighbours[rank], f"the process is stopped for more than {self._timeout:g} s")
+            elif now - since > self._warn_after:
+                self._warn(f"{self._neighbours[rank]} is stopped")
+
+    def _look_at_own_wait(self) -> None:
+        waiting = self._waiting
+        if waiting is None or self._note is not None:
+            return
+        age = time.monotonic() - waiting.since
+        if age > min(1.0, self._timeout / 4) and waiting.sequence != self._announced:
+            self._announced = waiting.sequence
+            self._send({"sequence": waiting.sequence, "label": waiting.label})
+        if age > self._timeout:
+            late = self._late(waiting)
+            self._give_up(late, f"did not reach {waiting.label} within {self._timeout:g} s{self._elsewhere(late)}")
+        elif age > self._warn_after:
+            late = self._late(waiting)
+            self._warn(f"waiting for {late} to reach {waiting.label}{self._elsewhere(late)}")
+
+    def _late(self, waiting: _Waiting) -> Rank:
+        """The rank that others wait for: the one that has come least far, first of all one that never says so."""
+
+        def progress(rank: int) -> tuple[bool, int]:
+            theirs = self._others.get(rank)
+            behind = theirs is None or theirs.sequence < waiting.sequence
+            return (not behind, theirs.sequence if theirs else -1)
+
+        return self._neighbours[min(self._neighbours, key=progress)] if self._neighbours else self._me
+
+    def _elsewhere(self, late: Rank) -> str:
+        theirs = self._others.get(late.rank)
+        return f" (it waits for {theirs.label})" if theirs else ""
+
+    def _give_up(self, rank: Rank, reason: str) -> None:
+        self._publish(FailureNote(rank.rank, rank.pid, rank.host.name, self._where(), reason))
+
+    def _warn(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._warned_at >= self._warn_after:
+            self._warned_at = now
+            _log.warning("rank %d: %s", self._me.rank, what)
+
+    def _publish(self, note: FailureNote) -> None:
+        if self._note is None:
+            self._send(asdict(note))
+        self._take(note)
+
+    def _take(self, note: FailureNote) -> None:
+        if self._note is not None:
+            return
+        self._note = note
+        self._known_since = time.monotonic()
+        waiting = self._waiting
+        error = RankFailure(note, waiting.label if waiting else "")
+        if note.rank != self._me.rank:
+            _log.error("rank %d: %s", self._me.rank, error)
+        self._failed.set()
+        if (interrupt := self._interrupt) is not None:
+            interrupt.set()
+        for callback in self._callbacks:
+            callback(error)
+
+    def _end_after_grace(self) -> None:
+        if self._note is None or self._leaving or time.monotonic() - self._known_since < self._grace:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
+        # Nothing wakes a thread inside a foreign collective or a system call, so the process ends here.
+        sys.stderr.write(
+            f"rank {self._me.rank}: {self._note}; this rank did not return within {self._grace:g} s:\n{stack}"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _bind(self, group: RankGroup) -> tuple[socket.socket, dict[int, str]]:
+        address = f"\0ringstrategy-monitor-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        if self._neighbours:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            sock.bind(address)
+        addresses = group.exchange(address)
+        return sock, {rank: addresses[rank] for rank in self._neighbours}
+
+    def _send(self, message: dict[str, object]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > _MOST_BYTES:
+            data = json.dumps({k: v[:1000] if isinstance(v, str) else v for k, v in message.items()}).encode()
+        for address in self._addresses.values():
+            # A rank that is gone hears nothing; one whose buffer is full has heard.
+            with contextlib.suppress(OSError):
+                self._socket.sendto(data, address)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal (not a debugger) has stopped the process; see proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

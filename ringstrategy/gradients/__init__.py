@@ -1,0 +1,1 @@
+"""From each rank's gradients to their mean on all ranks."""

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringstrategy.cli.main import main
+from tests.helpers.processes import LiveProcess
+from tests.helpers.scripts import RunningScript, start_script
+
+COMMAND = """
+    import sys
+    from ringstrategy.cli.main import main
+
+    if __name__ == "__main__":
+        sys.exit(main())
+"""
+ENDLESS = [
+    "bench all-reduce --sizes 1MiB --repeats 1000000",
+    "bench train-step --strategies ddp --steps 1000000",
+]
+
+
+def test_all_reduce_measures_ours_and_the_backends_in_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    words = "bench all-reduce --ranks 2 --sizes 4KiB,100000 --repeats 3 --warmup 1"
+    assert main([*words.split(), "--json", str(rows_file), "--plot", str(picture)]) == 0
+
+    written = json.loads(rows_file.read_text())
+    assert [(row["collective"], row["bytes"]) for row in written["rows"]] == [
+        *[("shared_memory", 4096), ("backend", 4096)],
+        *[("shared_memory", 100_000), ("backend", 100_000)],
+    ]
+    for row in written["rows"]:
+        assert row["ranks"] == 2
+        assert 0 < row["median_s"] < 10
+        assert row["busbw_GBps"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
+    assert words in written["environment"]["command"].replace(
+        "--collectives shared_memory,backend --dtype float32 ", ""
+    )
+    assert picture.stat().st_size > 10_000
+    output = capsys.readouterr().out
+    assert "vs backend" in output
+    assert written["environment"]["cpu"] in output
+
+
+def test_three_ranks_and_two_byte_elements(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench all-reduce --ranks 3 --sizes 1022 --dtype bfloat16 --repeats 1 --warmup 0"
+    assert main(words.split()) == 0
+    assert "1022" in capsys.readouterr().out
+
+
+def test_train_step_measures_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_file = tmp_path / "rows.json"
+    words = "bench train-step --batch-size 4 --strategies ring_ddp,ddp,none --steps 3 --warmup 2 --rounds 1"
+    assert main([*words.split(), "--json", str(rows_file)]) == 0
+    ours, *others = _check_train_rows(rows_file, ["ring_ddp", "ddp", "none"])
+    assert ours["all_reduce_s"] > 0
+    assert ours["exposed_s"] >= 0
+    assert all(row["all_reduce_s"] is None for row in others)
+    captured = capsys.readouterr()
+    assert "over none" in captured.out
+    assert "round 1 of 1: ring_ddp" in captured.err
+
+
+@pytest.mark.slow
+def test_train_step_of_a_convolutional_network_with_every_variant(tmp_path: Path) -> None:
+    rows_file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    strategies = ["ring_ddp", "ring_ddp+release", "ddp", "ddp+keep", "none", "none+keep"]
+    words = f"bench train-step --model mobilenet_v3_small --batch-size 2 --strategies {','.join(strategies)}"
+    words += " --steps 3 --warmup 2 --rounds 2"
+    assert main([*words.split(), "--json", str(rows_file), "--plot", str(picture)]) == 0
+    rows = _check_train_rows(rows_file, strategies, model="mobilenet_v3_small")
+    assert all(len(row["rounds_s"]) == 2 for row in rows)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_train_ends_with_its_output(capsys: pytest.CaptureFixture[str]) -> None:
+    # Inception reduces a picture of this size to nothing.
+    words = "bench train-step --model inception_v3 --image-size 32 --batch-size 2 --strategies none --rounds 1"
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert "the run with none failed" in error
+    assert "Kernel size can't be greater than actual input size" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ENDLESS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_ends_everything(words: str, rank: int) -> None:
+    with start_script(COMMAND, *words.split()) as bench:
+        ranks = _wait_for_ranks(bench)
+        os.kill(ranks[rank].pid, signal.SIGKILL)
+        completed = bench.finish(timeout=60.0)
+    assert completed.returncode == 1, completed
+    assert not completed.leftover_pids, completed
+    assert "ringstrategy bench: error:" in completed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("words", ENDLESS)
+def test_a_signal_ends_everything(words: str, signum: signal.Signals) -> None:
+    with start_script(COMMAND, *words.split()) as bench:
+        _wait_for_ranks(bench)
+        bench.send_signal(signum)
+        completed = bench.finish(timeout=30.0)
+    assert completed.returncode not in (0, None), completed
+    assert not completed.leftover_pids, completed
+
+
+def _check_train_rows(file: Path, strategies: list[str], model: str = "mlp") -> list[dict[str, Any]]:
+    written: dict[str, Any] = json.loads(file.read_text())
+    assert [row["strategy"] for row in written["rows"]] == strategies
+    for row in written["rows"]:
+        assert (row["model"], row["ranks"]) == (model, 2)
+        assert 0 < row["median_s"] < 10
+        assert 100 < row["peak_pss_MiB"] < 10_000
+    rows: list[dict[str, Any]] = written["rows"]
+    return rows
+
+
+def _wait_for_ranks(bench: RunningScript, ranks: int = 2) -> list[LiveProcess]:
+    """The processes that train or reduce, in the order of their start, once they have had time to connect."""
+    deadline = time.monotonic() + 60
+    while len(found := _ranks(bench.processes())) < ranks:
+        assert time.monotonic() < deadline, bench.stderr
+        time.sleep(0.05)
+    time.sleep(6.0)
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _ranks(processes: list[LiveProcess]) -> list[LiveProcess]:
+    servers = {process.pid for process in processes if "multiprocessing.forkserver" in process.command}
+    return [process for process in processes if process.parent in servers or "bench.train_worker" in process.command]
