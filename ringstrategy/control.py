@@ -77,7 +77,8 @@ class Control:
         Args:
             tensor: any shape and dtype, on any device; the same on all ranks.
             group: a process group, all ranks by default.
-            operation: a name or a ``ReduceOp``. The mean of integers and bools is their true mean, in the default dtype.
+            operation: a name or a ``ReduceOp``. The mean of integers and bools is their true mean, in
+                the default dtype.
 
         Returns:
             A new tensor, equal on all ranks.

@@ -80,9 +80,9 @@ class RankGroup:
         self.timeout = timeout
         # Objects travel over the host: a device backend would stage them through device memory and its streams.
         on_device = dist.get_backend() != "gloo"
-        self.control: dist.ProcessGroup | None = (
-            dist.new_group(backend="gloo", timeout=timeout) if on_device else dist.group.WORLD
-        )
+        self.control: dist.ProcessGroup | None = dist.group.WORLD
+        if on_device:
+            self.control = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
         self._owns_control = on_device
         self.ranks: tuple[Rank, ...] = tuple(self.exchange(Rank(self.rank, os.getpid(), os.getuid(), Host.here())))
 

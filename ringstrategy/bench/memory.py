@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-__all__ = ["PeakPss", "keep_freed_memory_environment"]
+__all__ = ["PeakPss"]
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -55,12 +55,3 @@ def _pss_mebibytes() -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
     raise RuntimeError(f"{_ROLLUP} has no line 'Pss:'; peak memory needs Linux 4.14 or later")
-
-
-def keep_freed_memory_environment() -> dict[str, str]:
-    """Environment variables under which glibc hands no freed memory back to the system, in a process and its children.
-
-    A step frees and allocates the same blocks as the one before. Above the default thresholds each of them is mapped
-    anew and faulted in page by page.
-    """
-    return {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}

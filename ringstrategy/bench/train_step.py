@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ringstrategy.bench import BenchError
-from ringstrategy.bench.memory import keep_freed_memory_environment
 from ringstrategy.bench.models import check_model
 from ringstrategy.bench.train_worker import RankResult, TrainRun
 
@@ -38,8 +37,9 @@ class Contender:
 
     Attributes:
         base: ``"ring_ddp"``, ``"ddp"`` or ``"none"``.
-        memory: ``"keep"``: glibc hands no freed memory back to the system; ``"release"``: it may; ``""``: whatever is
-            the strategy's default, which is to keep it for ``ring_ddp`` and to release it for the others.
+        memory: ``"keep"``: glibc keeps freed memory for the next step, as ``RingDDPStrategy`` has it do;
+            ``"release"``: glibc is as it comes; ``""``: whatever is the strategy's default, which is to keep it for
+            ``ring_ddp`` and to release it for the others.
     """
 
     base: str
@@ -192,8 +192,6 @@ def _fit(config: TrainStepConfig, contender: Contender) -> list[RankResult]:
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     environment["OMP_NUM_THREADS"] = "1"
-    if contender.keeps and contender.base != "ring_ddp":
-        environment |= keep_freed_memory_environment()
     with tempfile.TemporaryDirectory(prefix="ringstrategy-bench-") as name:
         folder = Path(name)
         (folder / "run.json").write_text(json.dumps(asdict(run)))

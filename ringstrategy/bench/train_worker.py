@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from ringstrategy import RingDDPStrategy
+from ringstrategy.allocator import keep_freed_memory
 from ringstrategy.bench.memory import PeakPss
 from ringstrategy.bench.models import SyntheticBatches, SyntheticClassifier, build_network
 
@@ -36,8 +37,8 @@ class TrainRun:
 
     Attributes:
         strategy: ``"ring_ddp"``, ``"ddp"`` or ``"none"``.
-        keep_freed_memory: what ``RingDDPStrategy`` gets as its argument of this name; the others are governed by the
-            environment of the process.
+        keep_freed_memory: what ``RingDDPStrategy`` gets as its argument of this name; for the others the process is
+            set up in the same way.
         timeout_s: how long a rank waits for another before it gives up.
     """
 
@@ -117,12 +118,14 @@ def _communication(trainer: pl.Trainer) -> tuple[float, float] | None:
 
 def _build_strategy(run: TrainRun) -> DDPStrategy:
     timeout = timedelta(seconds=run.timeout_s)
+    if run.strategy == "ring_ddp":
+        return RingDDPStrategy(timeout=timeout, keep_freed_memory=run.keep_freed_memory)
+    if run.keep_freed_memory and not keep_freed_memory():
+        raise RuntimeError("freed memory can be kept with glibc only; leave out +keep")
     if run.strategy == "none":
         return NoSyncStrategy(timeout=timeout)
-    if run.strategy == "ddp":
-        # As users who know their model run it.
-        return DDPStrategy(timeout=timeout, static_graph=True, gradient_as_bucket_view=True)
-    return RingDDPStrategy(timeout=timeout, keep_freed_memory=run.keep_freed_memory)
+    # The settings of users who know their model.
+    return DDPStrategy(timeout=timeout, static_graph=True, gradient_as_bucket_view=True)
 
 
 def main(folder: Path) -> None:

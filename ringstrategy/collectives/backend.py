@@ -6,9 +6,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.collectives.base import Work
 from ringstrategy.process_group import RankGroup
 
 __all__ = ["BackendCollective"]
+
+
+class _BackendWork:
+    """The backend's work, without the value that its ``wait`` returns."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        assert work is not None
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait as the backend does: the host for gloo, the stream for NCCL."""
+        self._work.wait()
 
 
 class BackendCollective:
@@ -35,7 +48,7 @@ class BackendCollective:
         """Zeroed ``uint8`` memory of ``nbytes`` elements on the group's device."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def all_reduce(self, buffer: Tensor) -> dist.Work:
+    def all_reduce(self, buffer: Tensor) -> Work:
         """Start summing ``buffer`` over all ranks."""
         if self._aborted is not None:
             raise self._aborted
@@ -43,8 +56,7 @@ class BackendCollective:
         # What a ring moves; the backend may have chosen another algorithm.
         self.bytes_sent += 2 * (self.world_size - 1) * buffer.nbytes // self.world_size
         work = dist.all_reduce(real, async_op=True)
-        assert work is not None
-        return work
+        return _BackendWork(work)
 
     def abort(self, error: BaseException) -> None:
         """Refuse later calls. A pending one ends with the backend's own error or timeout."""

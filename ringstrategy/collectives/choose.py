@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info
 
 from ringstrategy.collectives.backend import BackendCollective
 from ringstrategy.collectives.base import Collective
@@ -33,8 +33,8 @@ def check_choice(algorithm: str, transport: str) -> None:
             raise ValueError(f"{what}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}.")
     if {algorithm, transport} in ({"ring", "backend"}, {"backend", "shared_memory"}):
         raise ValueError(
-            f"algorithm={algorithm!r} and transport={transport!r} exclude each other: the ring runs over shared memory, "
-            "the backend brings its own transport. Leave one of them at 'auto'."
+            f"algorithm={algorithm!r} and transport={transport!r} exclude each other: the ring runs over shared "
+            "memory, the backend brings its own transport. Leave one of them at 'auto'."
         )
 
 
@@ -89,7 +89,7 @@ def _try_shared_memory(group: RankGroup) -> tuple[Collective | None, str | None]
 
         ring = SharedMemoryRing(group)
     except (ImportError, AttributeError, OSError) as error:
-        problem = f"rank {group.rank} has no shared memory ring: {error}"
+        problem = str(error)
     problem = _vote(group, problem)
     if ring is not None and problem is None:
         problem = _vote(group, _trial(ring))
@@ -101,8 +101,9 @@ def _try_shared_memory(group: RankGroup) -> tuple[Collective | None, str | None]
 
 
 def _vote(group: RankGroup, problem: str | None) -> str | None:
-    """The first problem of any rank."""
-    return next((p for p in group.exchange(problem) if p is not None), None)
+    """The first problem of any rank; one that names its rank was seen by all."""
+    problems = ((rank, what) for rank, what in enumerate(group.exchange(problem)) if what is not None)
+    return next((what if what.startswith("rank ") else f"rank {rank}: {what}" for rank, what in problems), None)
 
 
 def _trial(ring: Collective) -> str | None:
@@ -114,8 +115,8 @@ def _trial(ring: Collective) -> str | None:
         ring.all_reduce(buffer).wait()
         expected = numbers * (ring.world_size * (ring.world_size + 1) // 2)
         if not torch.equal(buffer, expected):
-            return f"rank {ring.rank} read other numbers than its neighbour wrote"
+            return "it read other numbers than its neighbours wrote"
     except (OSError, RuntimeError) as error:
         ring.abort(error)  # the neighbours need not wait for this rank
-        return f"rank {ring.rank}: {error}"
+        return str(error)
     return None

@@ -137,12 +137,12 @@ def connect_ring(group: RankGroup, name: str) -> tuple[Link, Link]:
             listener.bind(f"\0ringstrategy-{name}-{token}")
             listener.listen(1)
         except OSError as error:
-            problem = f"cannot listen on a Unix socket: {error}"
+            problem = str(error)
         # All ranks listen, or all know why not, before anyone connects.
         offers = group.exchange((token, problem))
-        problems = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(offers) if why]
-        if problems:
-            raise OSError("; ".join(problems))
+        for rank, (_, why) in enumerate(offers):
+            if why is not None:
+                raise OSError(f"rank {rank} cannot listen on a Unix socket: {why}")
 
         right = group.ranks[(group.rank + 1) % group.world_size]
         left = group.ranks[(group.rank - 1) % group.world_size]

@@ -262,7 +262,7 @@ class SharedMemoryRing:
     def _plan(self, buffer: Tensor) -> _Plan:
         assert self._own is not None
         assert self._left_memory is not None
-        offset = buffer.data_ptr() - self._own.data_ptr()
+        offset = buffer.data_ptr() - self._own.data_ptr() if buffer.numel() else 0
         key = (offset, buffer.numel(), buffer.dtype)
         if key in self._plans:
             return self._plans[key]

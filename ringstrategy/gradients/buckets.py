@@ -111,19 +111,18 @@ def plan_buckets(groups: Sequence[Sequence[Spec]], cap_bytes: int, first_cap_byt
         for spec in group:
             bucket = open_buckets.setdefault(spec.dtype, [])
             cap = cap_bytes if filled or complete else min(cap_bytes, first_cap_bytes)
-            if bucket and sum(s.numel for s in bucket) * spec.dtype.itemsize + spec.numel * spec.dtype.itemsize > cap:
+            if bucket and (sum(s.numel for s in bucket) + spec.numel) * spec.dtype.itemsize > cap:
                 complete.append(bucket)
                 bucket = open_buckets[spec.dtype] = []
             bucket.append(spec)
         complete.extend(open_buckets.values())
         position = {spec.index: place for place, spec in enumerate(group)}
         filled.extend(sorted(complete, key=lambda specs: position[specs[-1].index]))
-    buckets = []
+    buckets: list[Bucket] = []
     offset = 0
     for specs in filled:
-        bucket = _lay_out(specs, offset)
-        buckets.append(bucket)
-        offset = _aligned(offset + bucket.nbytes)
+        buckets.append(_lay_out(specs, offset))
+        offset = _aligned(offset + buckets[-1].nbytes)
     return BucketPlan(tuple(buckets), offset)
 
 

@@ -13,7 +13,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
@@ -21,47 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.collectives.base import Collective, Work
-from ringstrategy.gradients.buckets import MIB, Bucket, Spec, is_dense, plan_buckets
+from ringstrategy.collectives.base import Collective
+from ringstrategy.gradients.buckets import MIB, plan_buckets
+from ringstrategy.gradients.live import Gradient, LiveBucket, lay_out, lives_in
 from ringstrategy.gradients.sparse import mean_of_sparse
 from ringstrategy.process_group import RankGroup
 
 __all__ = ["GradientReducer"]
-
-
-@dataclass(eq=False)
-class _Gradient:
-    """A parameter and the state of its gradient."""
-
-    index: int
-    name: str
-    parameter: nn.Parameter
-    hook: RemovableHandle | None = None
-    sparse: bool = False
-    expected: int = 1  # times it fires in one backward
-    fired: int = 0  # times it fired in this backward
-    dirty: bool = False  # holds what was never averaged, e.g. accumulated under no_sync
-    staged: bool = False  # its bucket has it
-    view: Tensor | None = None  # its place in the bucket, in the parameter's own strides
-    bucket: _LiveBucket | None = None
-    graph: Tensor | None = None  # the local gradient, where a graph of higher order hangs on it
-    kept: Tensor | None = None  # a mean of an earlier backward, in case nobody has a new gradient
-
-
-@dataclass(eq=False)
-class _LiveBucket:
-    """A bucket in memory."""
-
-    plan: Bucket
-    flat: Tensor
-    flags: Tensor
-    gradients: list[_Gradient] = field(default_factory=list)
-    missing: int = 0
-    work: Work | None = None
-
-    def label(self, number: int) -> str:
-        first, last = self.gradients[0].name, self.gradients[-1].name
-        return f"gradient bucket {number} ({first}{'' if first == last else f' ... {last}'})"
 
 
 class GradientReducer:
@@ -92,18 +57,19 @@ class GradientReducer:
         *,
         sparse: frozenset[str] = frozenset(),
         bucket_cap_bytes: int = 25 * MIB,
-        waiting: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        waiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         self._collective = collective
         self._group = group
         self._cap = bucket_cap_bytes
         self._scale = 1.0 / group.world_size
         self._gradients = [
-            _Gradient(index, name, parameter, sparse=name in sparse)
+            Gradient(index, name, parameter, sparse=name in sparse)
             for index, (name, parameter) in enumerate(named_parameters)
         ]
-        self._hooked: list[_Gradient] = []
-        self._buckets: list[_LiveBucket] = []
+        self._frozen = list(self._gradients)  # never trained so far; autograd takes no hook on them
+        self._hooked: list[Gradient] = []
+        self._buckets: list[LiveBucket] = []
         self._order: list[int] = []  # in which gradients arrive, while observing
         self._observing = True
         self._launched = 0
@@ -120,11 +86,11 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Take in parameters that train now and did not before (unfrozen). Before a backward, on all ranks alike."""
-        for gradient in self._gradients:
-            if gradient.hook is None and gradient.parameter.requires_grad:
-                gradient.hook = self._hook(gradient)
-                self._hooked.append(gradient)
-                self._observing = True
+        for gradient in [gradient for gradient in self._frozen if gradient.parameter.requires_grad]:
+            gradient.hook = self._hook(gradient)
+            self._frozen.remove(gradient)
+            self._hooked.append(gradient)
+            self._observing = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,23 +126,24 @@ class GradientReducer:
             if gradient.hook is not None:
                 gradient.hook.remove()
                 gradient.hook = None
-            if _lives_in(gradient.parameter.grad, gradient.view):
-                gradient.parameter.grad = gradient.parameter.grad.detach().clone()  # type: ignore[union-attr]
+            if lives_in(gradient.parameter.grad, gradient.view):
+                gradient.parameter.grad = gradient.parameter.grad.detach().clone()
             gradient.view = gradient.bucket = None
         self._buckets.clear()
         self._hooked.clear()
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
-    def _hook(self, gradient: _Gradient) -> RemovableHandle:
+    def _hook(self, gradient: Gradient) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
             gradient.dirty = True
             if self._sync:
                 self._arrived(gradient)
 
-        return gradient.parameter.register_post_accumulate_grad_hook(arrived)
+        handle: RemovableHandle = gradient.parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        return handle
 
-    def _arrived(self, gradient: _Gradient) -> None:
+    def _arrived(self, gradient: Gradient) -> None:
         self._open = True
         if not self._explicit:
             self._call_at_end()
@@ -196,22 +163,21 @@ class GradientReducer:
                 "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
 
-    def _stage(self, gradient: _Gradient) -> None:
+    def _stage(self, gradient: Gradient) -> None:
         """Copy a gradient into its bucket, scaled so that the sum over ranks is the mean."""
         view, bucket, local = gradient.view, gradient.bucket, gradient.parameter.grad
         assert view is not None
         assert bucket is not None
         assert local is not None
-        with torch.no_grad():
-            if _lives_in(local, view):
-                view.mul_(self._scale)
-            elif local.layout == torch.strided:
-                torch.mul(local, self._scale, out=view)
-            else:
-                view.copy_(local.to_dense()).mul_(self._scale)
         if local.requires_grad:
-            gradient.graph = local
+            gradient.graph, local = local, local.detach()
+        if lives_in(local, view):
+            view.mul_(self._scale)
+        elif local.layout == torch.strided:
+            torch.mul(local, self._scale, out=view)
         else:
+            torch.mul(local.to_dense(), self._scale, out=view)
+        if gradient.graph is None:
             # The fresh gradient is free at once; nobody needs it any more.
             gradient.parameter.grad = view
         gradient.staged = True
@@ -223,7 +189,7 @@ class GradientReducer:
             bucket.flags.fill_(1)
             self._launch(bucket)
 
-    def _launch(self, bucket: _LiveBucket) -> None:
+    def _launch(self, bucket: LiveBucket) -> None:
         bucket.work = self._collective.all_reduce(bucket.flat)
         self._launched += 1
         self.all_reduces += 1
@@ -233,7 +199,7 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         # A backward inside another (reentrant checkpointing) is not the end.
@@ -242,6 +208,7 @@ class GradientReducer:
 
     # -- after backward ----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Send what is left, wait for all buckets, and install the means. Collective."""
         begun = time.perf_counter()
@@ -263,7 +230,7 @@ class GradientReducer:
         self._reset()
         self.exposed_seconds += time.perf_counter() - begun
 
-    def _complete(self, bucket: _LiveBucket) -> None:
+    def _complete(self, bucket: LiveBucket) -> None:
         """Send a bucket, whatever this rank has of it."""
         if bucket.missing == 0:
             bucket.flags.fill_(1)
@@ -280,13 +247,13 @@ class GradientReducer:
                     gradient.dirty = False
                 else:
                     if not gradient.dirty:
-                        gradient.kept = grad.detach().clone() if _lives_in(grad, gradient.view) else grad
+                        gradient.kept = grad.detach().clone() if lives_in(grad, gradient.view) else grad
                     self._stage(gradient)
             used.append(float(gradient.dirty))
         bucket.flags.copy_(torch.tensor(used))
         self._launch(bucket)
 
-    def _install(self, bucket: _LiveBucket) -> None:
+    def _install(self, bucket: LiveBucket) -> None:
         # How many ranks used each parameter: of interest only where this one did not. On CUDA, asking blocks the host.
         unused = not all(gradient.dirty for gradient in bucket.gradients)
         users = bucket.flags.real.tolist() if unused else []
@@ -299,11 +266,11 @@ class GradientReducer:
                     gradient.parameter.grad = _WithValue.apply(gradient.graph, gradient.view)
             gradient.kept = gradient.graph = None
 
-    def _average_sparse(self, gradient: _Gradient) -> None:
-        local = gradient.parameter.grad if gradient.dirty else None
-        mean = mean_of_sparse(self._group, local, gradient.parameter.detach())
+    def _average_sparse(self, gradient: Gradient) -> None:
+        parameter = gradient.parameter
+        mean = mean_of_sparse(self._group, parameter.grad, gradient.dirty, parameter.detach())
         if mean is not None:
-            gradient.parameter.grad = mean
+            parameter.grad = mean
         self.all_reduces += 1
 
     def _reset(self) -> None:
@@ -335,35 +302,12 @@ class GradientReducer:
             gradient.expected = max(1, *(fired.get(gradient.index, 0) for _, fired, _ in everyone))
             gradient.sparse |= any(gradient.index in sparse for _, _, sparse in everyone)
         # What some rank did not use may come late or never; it must not hold up the rest.
-        always = [i for i in order if all(fired.get(i) for _, fired, _ in everyone)]
-        rest = [g.index for g in reversed(self._gradients) if g.hook is not None and g.index not in set(always)]
-        specs = [
-            [self._spec(index) for index in indices if not self._gradients[index].sparse] for indices in (always, rest)
-        ]
-        self._lay_out(specs)
+        always = dict.fromkeys(index for index in order if all(fired[index] for _, fired, _ in everyone))
+        rest = [g.index for g in reversed(self._gradients) if g.hook is not None and g.index not in always]
+        groups = [[self._gradients[index] for index in indices] for indices in (always, rest)]
+        plan = plan_buckets([[g.spec for g in group if not g.sparse] for group in groups], self._cap)
+        self._buckets = lay_out(plan, self._collective.allocate(plan.nbytes), self._gradients)
         self._observing = False
-
-    def _spec(self, index: int) -> Spec:
-        parameter = self._gradients[index].parameter
-        return Spec(index, parameter.numel(), parameter.dtype)
-
-    def _lay_out(self, specs: list[list[Spec]]) -> None:
-        plan = plan_buckets(specs, self._cap)
-        memory = self._collective.allocate(plan.nbytes)
-        self._buckets = []
-        for bucket in plan.buckets:
-            flat = memory[bucket.offset : bucket.offset + bucket.nbytes].view(bucket.dtype)
-            live = _LiveBucket(bucket, flat, flat[bucket.flags :], missing=len(bucket.slots))
-            for slot in bucket.slots:
-                gradient = self._gradients[slot.index]
-                grad = gradient.parameter.grad
-                if _lives_in(grad, gradient.view):
-                    # Memory of the plan before: not to be mistaken for the new place.
-                    gradient.parameter.grad = grad.detach().clone()  # type: ignore[union-attr]
-                gradient.view = _view_like(gradient.parameter, flat[slot.start : slot.start + slot.numel])
-                gradient.bucket = live
-                live.gradients.append(gradient)
-            self._buckets.append(live)
 
 
 class _WithValue(torch.autograd.Function):
@@ -374,25 +318,8 @@ class _WithValue(torch.autograd.Function):
         return mean.clone()
 
     @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output, None
-
-
-def _lives_in(grad: Tensor | None, view: Tensor | None) -> bool:
-    return (
-        grad is not None
-        and view is not None
-        and grad.layout == torch.strided
-        and grad.data_ptr() == view.data_ptr()
-        and grad.numel() > 0
-    )
-
-
-def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """See a piece of a bucket in the parameter's shape and, where they leave no gaps, its strides."""
-    if is_dense(parameter.shape, parameter.stride()):
-        return flat.as_strided(parameter.shape, parameter.stride())
-    return flat.view(parameter.shape)
 
 
 def _inside_backward(frame: FrameType | None) -> bool:

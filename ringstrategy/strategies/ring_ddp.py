@@ -12,10 +12,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
@@ -41,6 +41,7 @@ T = TypeVar("T")
 # A bucket that stays in cache is summed faster than one that does not; a GPU's link wants long messages.
 _SHARED_MEMORY_CAP_MB = 4.0
 _BACKEND_CAP_MB = 25.0
+_MEETING_TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,10 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        # Start-up may take longer than any wait in training: processes start, import and meet at their own pace.
+        timeout, self._timeout = self.timeout, max(self.timeout, _MEETING_TIMEOUT)
         super().setup_distributed()
+        self._timeout = timeout
         self._group = RankGroup.connect(self.root_device, self.timeout)
         self._monitor = FailureMonitor(self._group, self._where)
         self._control = Control(self._group, self._monitor)
@@ -211,7 +215,7 @@ class RingDDPStrategy(DDPStrategy):
                 self._buffers.send_all(module)
         if self.root_device.type == "cpu" and self._keep_freed_memory and keep_freed_memory():
             rank_zero_info(
-                "ringstrategy: freed memory stays in the process for the next step (keep_freed_memory=False turns this off)."
+                "ringstrategy: freed memory stays in the process for the next step; keep_freed_memory=False ends that."
             )
         with monitor.waiting("the choice of a collective"):
             self._collective = choose_collective(group, self._algorithm, self._transport)
@@ -296,8 +300,9 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._reducer is None:  # outside of fit; gradients stay local
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
-        assert self._reducer is not None
         self._reducer.refresh()
         plugin, module = self.precision_plugin, self.lightning_module
         closure_loss = plugin.pre_backward(closure_loss, module)

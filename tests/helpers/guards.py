@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.helpers.processes import children_of
+from tests.helpers.processes import children_of, live_processes
 
 __all__ = ["Snapshot", "leaks_since"]
 
@@ -74,7 +73,7 @@ class Snapshot:
         leaks += [
             f"file /dev/shm/{name}"
             for name in self.shared_memory - before.shared_memory
-            if not _is_of_a_foreign_process(name)
+            if not _is_held_elsewhere(name)
         ]
         leaks += [
             f"environment variable {name}: {before.variables.get(name)!r} became {self.variables.get(name)!r}"
@@ -120,10 +119,16 @@ def _open_sockets() -> Iterator[str]:
                 yield target
 
 
-def _is_of_a_foreign_process(name: str) -> bool:
-    """Whether torch made this shared memory in a process that lives and has nothing to do with us."""
-    match = re.match(r"torch_(\d+)_", name)
-    if match is None:
-        return False
-    pid = int(match[1])
-    return Path(f"/proc/{pid}").exists() and pid != os.getpid() and pid not in {c.pid for c in children_of(os.getpid())}
+def _is_held_elsewhere(name: str) -> bool:
+    """Whether a live process that has nothing to do with us has this shared memory mapped or open."""
+    ours = {os.getpid(), *(child.pid for child in children_of(os.getpid()))}
+    path = f"/dev/shm/{name}"
+    for process in live_processes():
+        if process.pid not in ours:
+            with contextlib.suppress(OSError):
+                if path in Path(f"/proc/{process.pid}/maps").read_text():
+                    return True
+            with contextlib.suppress(OSError):
+                if any(os.readlink(entry) == path for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
+                    return True
+    return False

@@ -57,14 +57,15 @@ def test_three_ranks_and_two_byte_elements(capsys: pytest.CaptureFixture[str]) -
     assert "1022" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(300)
 def test_train_step_measures_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows_file = tmp_path / "rows.json"
-    words = "bench train-step --batch-size 4 --strategies ring_ddp,ddp,none --steps 3 --warmup 2 --rounds 1"
+    words = "bench train-step --batch-size 4 --strategies ring_ddp,none --steps 3 --warmup 2 --rounds 1"
     assert main([*words.split(), "--json", str(rows_file)]) == 0
-    ours, *others = _check_train_rows(rows_file, ["ring_ddp", "ddp", "none"])
+    ours, floor = _check_train_rows(rows_file, ["ring_ddp", "none"])
     assert ours["all_reduce_s"] > 0
     assert ours["exposed_s"] >= 0
-    assert all(row["all_reduce_s"] is None for row in others)
+    assert floor["all_reduce_s"] is None
     captured = capsys.readouterr()
     assert "over none" in captured.out
     assert "round 1 of 1: ring_ddp" in captured.err

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from lightning.pytorch.core.saving import load_hparams_from_yaml
 from registry import RECIPES, Recipe
+from train import main
 
 from ringstrategy.cli.recipes import recipes_folder
 from tests.helpers.scripts import Completed, run_script
@@ -92,6 +93,7 @@ def test_any_strategy_can_be_swapped_in(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_run_goes_on_from_a_checkpoint_and_from_its_saved_config(tmp_path: Path) -> None:
     ended = _run("digits", *TWO_STEPS, cwd=tmp_path)
     assert ended.returncode == 0, ended
@@ -110,9 +112,10 @@ def test_a_run_goes_on_from_a_checkpoint_and_from_its_saved_config(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_are_learnt(seed: int, tmp_path: Path) -> None:
-    ended = _run("digits", f"--seed_everything={seed}", cwd=tmp_path)
+    ended = _run("digits", f"--seed_everything={seed}", cwd=tmp_path, timeout=250.0)
     assert ended.returncode == 0, ended
     assert _summary(tmp_path)["test_accuracy"] >= 0.97
 
@@ -128,8 +131,6 @@ def test_without_loggers_and_checkpoints_only_the_table_is_left(tmp_path: Path) 
 def test_an_argument_that_does_not_exist_ends_the_run_before_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from train import main
-
     with pytest.raises(SystemExit) as ended:
         main(["--trainer.no_such_argument=1"], prog="ringstrategy run digits")
     assert ended.value.code == 2
@@ -137,8 +138,6 @@ def test_an_argument_that_does_not_exist_ends_the_run_before_it_starts(
 
 
 def test_help_shows_the_arguments_of_trainer_model_and_data(capsys: pytest.CaptureFixture[str]) -> None:
-    from train import main
-
     with pytest.raises(SystemExit) as ended:
         main(["--help"], config=RECIPES[0].config, prog="ringstrategy run digits")
     assert ended.value.code == 0
@@ -151,7 +150,7 @@ def test_help_shows_the_arguments_of_trainer_model_and_data(capsys: pytest.Captu
 def test_registry_and_configs_agree() -> None:
     assert {recipe.config for recipe in RECIPES} == set(FOLDER.glob("configs/*.yaml"))
     for recipe in RECIPES:
-        trainer = yaml.safe_load(recipe.config.read_text())["trainer"]
+        trainer = load_hparams_from_yaml(recipe.config)["trainer"]
         assert recipe.ranks == trainer["devices"] * trainer.get("num_nodes", 1)
         assert trainer["strategy"] in recipe.summary
 
@@ -181,6 +180,6 @@ def test_a_file_names_no_place_outside(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=_ids)
 def test_a_config_names_classes_that_are_there(recipe: Recipe) -> None:
-    names = [text for text in _strings(yaml.safe_load(recipe.config.read_text())) if re.fullmatch(r"\w+(\.\w+)+", text)]
+    names = [text for text in _strings(load_hparams_from_yaml(recipe.config)) if re.fullmatch(r"\w+(\.\w+)+", text)]
     assert names
     assert {name.split(".")[0] for name in names} <= MODULES | LIBRARIES

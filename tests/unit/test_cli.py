@@ -3,7 +3,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,11 +79,9 @@ def test_missing_extras_are_named_with_the_command_that_installs_them(
 
 
 def test_every_word_after_the_recipe_goes_to_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes.add_recipes_to_path()
-    import train
-
     calls: list[tuple[list[str], dict[str, Any]]] = []
-    monkeypatch.setattr(train, "main", lambda arguments, **rest: calls.append((arguments, rest)))
+    script = SimpleNamespace(main=lambda arguments, **rest: calls.append((arguments, rest)))
+    monkeypatch.setitem(sys.modules, "train", script)
     words = ["--help", "--trainer.devices=2", "-c", "my.yaml", "--", "--version"]
     assert main(["run", "digits", *words]) == 0
     ((arguments, rest),) = calls

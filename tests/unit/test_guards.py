@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import tempfile
@@ -78,6 +79,19 @@ def test_each_kind_of_leak_is_seen_and_its_end_as_well(make: Callable[[], Abstra
         seen = leaks_since(before, patience=0.0)
         assert any(re.fullmatch(pattern, leak) for leak in seen), seen
     assert leaks_since(before) == []
+
+
+def test_shared_memory_that_a_foreign_process_holds_is_no_leak() -> None:
+    before = Snapshot.take()
+    path = Path(f"/dev/shm/foreign-{os.getpid()}")
+    # The shell starts the holder and ends, so that it is no child of ours.
+    shell = f"exec 3>{path}; sleep 600 >/dev/null & echo $!"
+    holder = int(subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, check=True, text=True).stdout)
+    try:
+        assert leaks_since(before) == []
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        path.unlink()
 
 
 def test_a_thread_on_its_way_out_is_waited_for() -> None:

@@ -1,0 +1,73 @@
+"""Precision and compilation under ``ring_ddp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from tests.helpers.compare import Logged, Place, Result, assert_same, fit_both, normalised, result_of, run_both
+from tests.helpers.features import feature
+from tests.helpers.models import Batch
+
+_GROUP = "Precision and compilation"
+
+
+class _NotesTypes(Logged):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, normalised())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.record("type of gradients", {parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None})
+        self.record("precision", self.trainer.precision)
+
+
+@feature(_GROUP, "`32-true`, `bf16-mixed`, `bf16-true`, `16-true`, `64-true`", tried="six steps, validation", outcome="same bits")
+@feature(_GROUP, "`16-mixed` on CPU", tried="six steps", outcome="Lightning takes `bf16-mixed` instead, as with `ddp`; same bits")
+@pytest.mark.parametrize(("precision", "used", "dtype"), [
+    ("32-true", "32-true", torch.float32),
+    ("64-true", "64-true", torch.float64),
+    ("bf16-mixed", "bf16-mixed", torch.float32),
+    ("bf16-true", "bf16-true", torch.bfloat16),
+    ("16-true", "16-true", torch.float16),
+    ("16-mixed", "bf16-mixed", torch.float32),
+])  # fmt: skip
+def test_precisions_that_a_cpu_has(precision: str, used: str, dtype: torch.dtype) -> None:
+    ours, theirs = fit_both(_NotesTypes, precision=precision)
+    assert_same(ours, theirs)
+    for rank in ours:
+        assert rank.records == {"type of gradients": [{dtype}] * 6, "precision": [used] * 6}
+
+
+class _OverflowsOnRank1(Logged):
+    """One batch of rank 1 has a gradient that float16 cannot hold."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        return loss * float("inf") if self.rank == 1 and self.global_step == 2 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        plugin = self.trainer.precision_plugin
+        assert isinstance(plugin, MixedPrecision)
+        self.record("scale", plugin.scaler.get_scale())
+
+
+def _train_with_scaler(place: Place, clip: float | None) -> Result:
+    module = _OverflowsOnRank1(place.rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = place.trainer(plugins=[plugin], gradient_clip_val=clip, limit_val_batches=0)
+    trainer.fit(module, place.shard())
+    return result_of(trainer, module)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_gradient_scaler_skips_the_step_on_all_ranks(clip: float | None) -> None:
+    ours, theirs = run_both(_train_with_scaler, clip)
+    assert_same(ours, theirs)
+    print(ours[0].records)
