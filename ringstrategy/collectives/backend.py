@@ -48,8 +48,8 @@ class BackendCollective:
         """Zeroed ``uint8`` memory of ``nbytes`` elements on the group's device."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def all_reduce(self, buffer: Tensor) -> Work:
-        """Start summing ``buffer`` over all ranks."""
+    def all_reduce(self, buffer: Tensor, background: bool = True) -> Work:
+        """Start summing ``buffer`` over all ranks, always in the background."""
         if self._aborted is not None:
             raise self._aborted
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer

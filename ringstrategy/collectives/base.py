@@ -53,12 +53,14 @@ class Collective(Protocol):
             stays readable, but can no longer be reduced.
         """
 
-    def all_reduce(self, buffer: Tensor) -> Work:
+    def all_reduce(self, buffer: Tensor, background: bool = True) -> Work:
         """Start summing ``buffer`` over all ranks, in place.
 
         Args:
             buffer: a contiguous one-dimensional view into the memory of the last :meth:`allocate`. It must not be
                 touched before :meth:`Work.wait` returns.
+            background: the caller has other work to do meanwhile. False allows to leave all to :meth:`Work.wait`, which
+                saves waking a thread.
         """
 
     def abort(self, error: BaseException) -> None:

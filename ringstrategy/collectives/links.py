@@ -1,4 +1,4 @@
-"""Unix sockets between neighbours on the ring: they carry file descriptors once, then one-byte tokens."""
+"""Unix sockets between the ranks of one host: they carry file descriptors once, then tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ringstrategy.process_group import Rank, RankGroup
 
-__all__ = ["Link", "LinkLost", "close_in_forked_child", "connect_ring"]
+__all__ = ["Link", "LinkLost", "close_in_forked_child", "connect_all"]
 
 # How often a waiting thread looks up to see whether it should still wait.
 _TICK_SECONDS = 0.5
@@ -25,11 +25,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
 
 
 class LinkLost(RuntimeError):
-    """The neighbour closed the socket, or stayed silent for longer than the timeout."""
+    """The peer closed the socket, or stayed silent for longer than the timeout."""
 
 
 class Link:
-    """A connected socket to one neighbour.
+    """A connected socket to one other rank.
 
     Args:
         sock: the connected socket.
@@ -41,7 +41,6 @@ class Link:
         self.peer = peer
         self._socket = sock
         self._timeout = timeout
-        self._received = bytearray()
         # A receive timeout of the kernel's costs nothing; Python's own would poll() before every recv().
         seconds, fraction = divmod(_TICK_SECONDS, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(fraction * 1e6)))
@@ -51,20 +50,21 @@ class Link:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise LinkLost(f"{self.peer} left the ring") from error
+            raise LinkLost(f"{self.peer} is gone") from error
 
     def take(self, count: int) -> bytes:
-        """Wait for the next ``count`` bytes from the neighbour.
+        """Wait for the next ``count`` bytes from the peer.
 
         Raises:
             LinkLost: it left, or sent nothing for longer than the timeout.
         """
-        received = self._received
+        received = b""
         deadline = 0.0
         polls = _POLLS
         while len(received) < count:
             try:
-                data = self._socket.recv(4096, socket.MSG_DONTWAIT if polls else 0)
+                # Not a byte more than asked for: a descriptor may follow, and would be lost.
+                data = self._socket.recv(count - len(received), socket.MSG_DONTWAIT if polls else 0)
             except BlockingIOError:
                 if polls:
                     polls -= 1
@@ -76,13 +76,11 @@ class Link:
                     raise LinkLost(f"{self.peer} did not answer within {self._timeout:g} s") from None
                 continue
             except OSError as error:
-                raise LinkLost(f"{self.peer} left the ring") from error
+                raise LinkLost(f"{self.peer} is gone") from error
             if not data:
-                raise LinkLost(f"{self.peer} left the ring")
+                raise LinkLost(f"{self.peer} is gone")
             received += data
-        taken = bytes(received[:count])
-        del received[:count]
-        return taken
+        return received
 
     def send_descriptor(self, fd: int, nbytes: int) -> None:
         """Hand over a file descriptor and the size of what is behind it."""
@@ -99,7 +97,7 @@ class Link:
                 if time.monotonic() >= deadline:
                     raise LinkLost(f"{self.peer} sent no memory within {self._timeout:g} s") from None
         if len(data) != 8 or len(fds) != 1:
-            raise LinkLost(f"{self.peer} left the ring while memory was handed over")
+            raise LinkLost(f"{self.peer} left while memory was handed over")
         return fds[0], struct.unpack("q", data)[0]
 
     def hang_up(self) -> None:
@@ -112,30 +110,30 @@ class Link:
         self._socket.close()
 
 
-def connect_ring(group: RankGroup, name: str) -> tuple[Link, Link]:
-    """Connect every rank of one host with its neighbours. Collective.
+def connect_all(group: RankGroup, name: str) -> list[Link]:
+    """Connect every rank of one host with every other. Collective.
 
-    The address lies in the abstract namespace: no file to leave behind, but other users of the host can reach it. So
+    The addresses lie in the abstract namespace: no file to leave behind, but other users of the host can reach them. So
     nothing is handed over before the kernel has named the process at the other end.
 
     Args:
-        group: at least two ranks, all on one host.
-        name: what this ring is for; part of the address.
+        group: ranks of one host.
+        name: what the links are for; part of the address.
 
     Returns:
-        The links to the left neighbour (rank - 1) and to the right one (rank + 1).
+        The links to the other ranks, in rank order.
 
     Raises:
         OSError: the sockets cannot be made or reached.
         PermissionError: a stranger answered.
     """
-    timeout = group.timeout.total_seconds()
     token = secrets.token_hex(16)
     problem: str | None = None
+    sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(f"\0ringstrategy-{name}-{token}")
-            listener.listen(1)
+            listener.listen(group.world_size)
         except OSError as error:
             problem = str(error)
         # All ranks listen, or all know why not, before anyone connects.
@@ -143,40 +141,32 @@ def connect_ring(group: RankGroup, name: str) -> tuple[Link, Link]:
         for rank, (_, why) in enumerate(offers):
             if why is not None:
                 raise OSError(f"rank {rank} cannot listen on a Unix socket: {why}")
-
-        right = group.ranks[(group.rank + 1) % group.world_size]
-        left = group.ranks[(group.rank - 1) % group.world_size]
-        to_right = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            to_right.connect(f"\0ringstrategy-{name}-{offers[right.rank][0]}")
-            _verify(to_right, right)
-            listener.settimeout(min(timeout, _CONNECT_SECONDS))
-            to_left = _accept(listener, left)
+            for peer in group.ranks[: group.rank]:
+                sockets[peer.rank] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.connect(f"\0ringstrategy-{name}-{offers[peer.rank][0]}")
+                if _peer(sock) != (peer.pid, peer.uid):
+                    raise PermissionError(f"process {_peer(sock)[0]} answered in place of {peer}")
+            expected = {(peer.pid, peer.uid): peer.rank for peer in group.ranks[group.rank + 1 :]}
+            listener.settimeout(min(group.timeout.total_seconds(), _CONNECT_SECONDS))
+            while expected:
+                sock, _ = listener.accept()
+                if _peer(sock) not in expected:
+                    sock.close()  # a stranger; it does not keep the others out
+                    continue
+                sock.setblocking(True)
+                sockets[expected.pop(_peer(sock))] = sock
         except BaseException:
-            to_right.close()
+            for sock in sockets.values():
+                sock.close()
             raise
-    return Link(to_left, left, timeout), Link(to_right, right, timeout)
+    return [Link(sockets[rank], group.ranks[rank], group.timeout.total_seconds()) for rank in sorted(sockets)]
 
 
-def _accept(listener: socket.socket, expected: Rank) -> socket.socket:
-    """Accept the neighbour; strangers are turned away, and do not keep it out."""
-    while True:
-        candidate, _ = listener.accept()
-        try:
-            _verify(candidate, expected)
-        except PermissionError:
-            candidate.close()
-            continue
-        candidate.setblocking(True)
-        return candidate
-
-
-def _verify(sock: socket.socket, expected: Rank) -> None:
-    pid, uid, _ = _CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size),
-    )
-    if (pid, uid) != (expected.pid, expected.uid):
-        raise PermissionError(f"process {pid} of user {uid} answered in place of {expected}")
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def close_in_forked_child(close: Callable[[], None]) -> None:

@@ -1,18 +1,17 @@
-"""Memory that has no name: a sealed ``memfd`` that its owner writes and one neighbour reads."""
+"""Memory that has no name: sealed ``memfd`` files that the ranks of a host share."""
 
 from __future__ import annotations
 
 import fcntl
 import mmap
 import os
-import warnings
 
 import torch
 from torch import Tensor
 
-__all__ = ["create", "map_for_reading", "map_for_writing"]
+__all__ = ["create", "map_whole"]
 
-# A neighbour's file that could shrink under the mapping would turn a read into SIGBUS.
+# A peer's file that could shrink under the mapping would turn a read into SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -43,21 +42,17 @@ def create(nbytes: int) -> int:
     return fd
 
 
-def map_for_writing(fd: int, nbytes: int) -> Tensor:
-    """Map one's own memory as a ``uint8`` tensor of ``nbytes`` elements; it stays mapped while the tensor lives."""
-    return torch.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)
+def map_whole(fd: int, nbytes: int) -> Tensor:
+    """Map shared memory, one's own or a peer's, as a ``uint8`` tensor; it stays mapped while the tensor lives.
 
-
-def map_for_reading(fd: int, nbytes: int) -> Tensor:
-    """Map a neighbour's memory as a ``uint8`` tensor of ``nbytes`` elements that must not be written.
+    Args:
+        fd: from :func:`create`.
+        nbytes: its size.
 
     Raises:
-        OSError: the file is not a memfd of that size which can no longer change its size.
+        OSError: the file does not have that size, or could still change it.
     """
     size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if size != nbytes or seals & _SEALS != _SEALS:
-        raise OSError(f"the neighbour's memory has {size} bytes and seals {seals:#x}; expected {nbytes}, {_SEALS:#x}")
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        raise OSError(f"shared memory has {size} bytes and seals {seals:#x}; expected {nbytes}, {_SEALS:#x}")
+    return torch.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)

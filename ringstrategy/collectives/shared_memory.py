@@ -1,16 +1,24 @@
-"""The ring all-reduce between ranks of one host, over shared memory.
+"""All-reduce between ranks of one host, over shared memory.
 
-Each rank owns one piece of anonymous memory in which its buckets live, and maps that of its left neighbour:
+Each rank owns one piece of anonymous memory in which its buckets live, and maps those of all others. A ring all-reduce
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) moves every shard
+round the ring twice: once to be summed, once to be handed out. In shared memory every rank is every other's neighbour,
+so a rank takes all the steps of its own shard in one go:
 
-        ┌────────┐  tokens   ┌────────┐  tokens   ┌────────┐
-    ┌──▶│ rank 0 │──────────▶│ rank 1 │──────────▶│ rank 2 │───┐      socket to the right: "all-reduce 7 of 4 MiB
-    │   │ memory │◀ ─ ─ ─ ─ ─│ memory │◀ ─ ─ ─ ─ ─│ memory │   │      begins", then one byte per completed step;
-    │   └────────┘   reads   └────────┘   reads   └────────┘   │      back: one byte when done reading
-    └──────────────────────────────────────────────────────────┘
+                  memory of rank 0      memory of rank 1      memory of rank 2
+                 ┌──────┬──────┬──────┐┌──────┬──────┬──────┐┌──────┬──────┬──────┐
+    shards       │  A0  │  B0  │  C0  ││  A1  │  B1  │  C1  ││  A2  │  B2  │  C2  │
+                 └──────┴──────┴──────┘└──────┴──────┴──────┘└──────┴──────┴──────┘
+    rank 0         A0 + A1 + A2 ──────────▶  A  ──────────────▶  A
+    rank 1           B  ◀──────────────── B0 + B1 + B2 ────────────▶  B
+    rank 2                  C  ◀──────────────── C  ◀────────────── C0 + C1 + C2
 
-Reduce-scatter adds the neighbour's chunk straight from its memory to one's own, all-gather copies it (`chunks.py`
-has the order). Nothing is serialised and nothing passes through the kernel but the tokens, which also order the
-memory accesses on every architecture. A neighbour that dies shows as end-of-file at once.
+It moves the same bytes as a ring, 2(N - 1)/N of the buffer per rank, and needs two hand-overs where a ring needs
+2(N - 1): "my gradients are in place" before, "I have taken and given everything" after. Each sum is made once, in one
+order, by one rank: all ranks end with the same bits. A piece is summed and written through while it is in cache.
+
+Nothing is serialised and nothing passes through the kernel but those tokens, which also order the memory accesses on
+every architecture. A peer that dies shows as end-of-file at once.
 
 A worker thread takes the all-reduces in the order in which they were started, while backward goes on; a thread that
 waits for one takes it itself if the worker has not begun, which saves waking two threads.
@@ -33,18 +41,16 @@ import torch
 from torch import Tensor
 
 from ringstrategy.collectives import memory
-from ringstrategy.collectives.chunks import ring_steps
-from ringstrategy.collectives.links import close_in_forked_child, connect_ring
+from ringstrategy.collectives.chunks import segments
+from ringstrategy.collectives.links import Link, close_in_forked_child, connect_all
 from ringstrategy.process_group import RankGroup
 
 __all__ = ["SharedMemoryRing"]
 
-# A step of this size keeps the pieces of two blocks in a core's own cache, and costs more than handing it over.
-_CHUNK_BYTES = 256 * 1024
-_ALIGNMENT = 64
-_BEGIN = struct.Struct("=cQQQ")  # "b", how many all-reduces came before, offset and length in bytes
-_STEP_DONE = b"s"
-_READ_DONE = b"r"
+# A piece of this size is still in the core's own cache when it is written through, and costs more than the call.
+_SEGMENT_BYTES = 256 * 1024
+_BEGIN = struct.Struct("=QQQ")  # how many all-reduces came before, offset and length in bytes
+_DONE = b"d"
 
 
 class SharedMemoryWork:
@@ -76,23 +82,19 @@ class SharedMemoryWork:
 
 
 @dataclass(frozen=True, slots=True)
-class _BoundStep:
-    """A step with its tensors cut out, so that the worker only adds or copies."""
-
-    own: Tensor
-    left: Tensor
-    reduce: bool
-    after: int
-    announce: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
-    """All steps of one buffer, and what they move."""
+    """What this rank does for one buffer.
+
+    Attributes:
+        offset: first byte of the buffer in each rank's memory.
+        nbytes: its length.
+        pieces: of this rank's shard: its own memory, and the same place in the others'.
+        bytes_sent: what it reads from the others and writes to them.
+    """
 
     offset: int
     nbytes: int
-    steps: tuple[_BoundStep, ...]
+    pieces: tuple[tuple[Tensor, tuple[Tensor, ...]], ...]
     bytes_sent: int
 
 
@@ -100,8 +102,8 @@ class SharedMemoryRing:
     """All-reduce between the ranks of one host; see the module for how it works.
 
     Args:
-        group: at least two ranks, all on one host. Its timeout bounds the silence of a neighbour.
-        chunk_bytes: most bytes of one step.
+        group: ranks of one host. Its timeout bounds the silence of a peer.
+        segment_bytes: most bytes that are summed in one go.
 
     Raises:
         OSError: sockets or memory cannot be had here.
@@ -109,21 +111,21 @@ class SharedMemoryRing:
 
     name = "shared_memory"
 
-    def __init__(self, group: RankGroup, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, group: RankGroup, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.bytes_sent = 0
         self.busy_seconds = 0.0
-        self._chunk_bytes = chunk_bytes
+        self._segment_bytes = segment_bytes
         self._own: Tensor | None = None
-        self._left_memory: Tensor | None = None
+        self._others: list[Tensor] = []
         self._plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
         self._count = 0
         self._aborted: BaseException | None = None
         self._pending: deque[SharedMemoryWork] = deque()
         self._turn = threading.Lock()  # whoever holds it takes from the left end of `_pending`
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._left, self._right = connect_ring(group, self.name)
+        self._links = connect_all(group, self.name)
         close_links = weakref.WeakMethod(self._close_links)
         close_in_forked_child(lambda: (close := close_links()) and close())
         self._worker = self._start_worker()
@@ -131,7 +133,7 @@ class SharedMemoryRing:
     # -- the contract ------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Make the memory in which buffers live, and exchange it with the neighbours. Collective.
+        """Make the memory in which buffers live, and exchange it with the other ranks. Collective.
 
         Args:
             nbytes: size in bytes, the same on all ranks.
@@ -140,42 +142,47 @@ class SharedMemoryRing:
             A zeroed ``uint8`` tensor of ``nbytes`` elements in shared memory.
 
         Raises:
-            OSError: the memory is not there, or the left neighbour allocated another size.
-            LinkLost: a neighbour left.
+            OSError: the memory is not there, or another rank allocated another size.
+            LinkLost: a rank left.
         """
         self._raise_if_aborted()
         size = max(nbytes, 1)
         fd = memory.create(size)
         try:
-            self._right.send_descriptor(fd, size)
-            own = memory.map_for_writing(fd, size)
+            own = memory.map_whole(fd, size)
+            for link in self._links:
+                link.send_descriptor(fd, size)
         finally:
             os.close(fd)
-        left_fd, left_size = self._left.take_descriptor()
-        try:
-            if left_size != size:
-                raise OSError(f"{self._left.peer} allocated {left_size} bytes for its buckets, this rank {size}")
-            self._left_memory = memory.map_for_reading(left_fd, size)
-        finally:
-            os.close(left_fd)
+        self._others = [self._take_memory(link, size) for link in self._links]
         self._own = own
         self._plans.clear()
         return own[:nbytes]
 
-    def all_reduce(self, buffer: Tensor) -> SharedMemoryWork:
-        """Start summing ``buffer``, a view into the memory of :meth:`allocate`; the worker thread does it."""
+    def _take_memory(self, link: Link, size: int) -> Tensor:
+        fd, theirs = link.take_descriptor()
+        try:
+            if theirs != size:
+                raise OSError(f"{link.peer} allocated {theirs} bytes for its buckets, this rank {size}")
+            return memory.map_whole(fd, size)
+        finally:
+            os.close(fd)
+
+    def all_reduce(self, buffer: Tensor, background: bool = True) -> SharedMemoryWork:
+        """Start summing ``buffer``, a view into the memory of :meth:`allocate`; see the contract."""
         self._raise_if_aborted()
         work = SharedMemoryWork(buffer, self._take_over)
         self._pending.append(work)
-        self._wake.put(True)
+        if background:
+            self._wake.put(True)
         return work
 
     def abort(self, error: BaseException) -> None:
         """Make pending and later calls raise ``error``. Safe from any thread."""
         if self._aborted is None:
             self._aborted = error
-        self._left.hang_up()
-        self._right.hang_up()
+        for link in self._links:
+            link.hang_up()
 
     def close(self) -> None:
         """Stop the worker, close the sockets, and let go of the memory. Views of it stay readable."""
@@ -186,7 +193,8 @@ class SharedMemoryRing:
             self._worker.join()
         self._close_links()
         self._plans.clear()
-        self._own = self._left_memory = None
+        self._own = None
+        self._others = []
 
     # -- the worker --------------------------------------------------------------------------------------------------
 
@@ -235,59 +243,52 @@ class SharedMemoryRing:
         begun = time.perf_counter()
         plan, count = self._plan(buffer), self._count
         self._count += 1
-        left, right = self._left, self._right
-        right.send(_BEGIN.pack(b"b", count, plan.offset, plan.nbytes))
-        _, theirs, offset, nbytes = _BEGIN.unpack(left.take(_BEGIN.size))
-        if (theirs, offset, nbytes) != (count, plan.offset, plan.nbytes):
-            raise RuntimeError(
-                f"The ranks went different ways: rank {self.rank} is in all-reduce {count} of {plan.nbytes} bytes, "
-                f"{left.peer} in all-reduce {theirs} of {nbytes} bytes."
-            )
-        seen = 0
-        for step in plan.steps:
-            if step.after > seen:
-                left.take(step.after - seen)
-                seen = step.after
-            if step.reduce:
-                step.own.add_(step.left)
-            else:
-                step.own.copy_(step.left)
-            if step.announce:
-                right.send(_STEP_DONE)
-        left.send(_READ_DONE)
-        right.take(len(_READ_DONE))
+        begin = _BEGIN.pack(count, plan.offset, plan.nbytes)
+        for link in self._links:
+            link.send(begin)
+        for link in self._links:
+            if (theirs := link.take(_BEGIN.size)) != begin:
+                number, _, nbytes = _BEGIN.unpack(theirs)
+                raise RuntimeError(
+                    f"The ranks went different ways: rank {self.rank} is in all-reduce {count} of {plan.nbytes} bytes, "
+                    f"{link.peer} in all-reduce {number} of {nbytes} bytes."
+                )
+        for own, others in plan.pieces:
+            for other in others:
+                own.add_(other)
+            for other in others:
+                other.copy_(own)
+        for link in self._links:
+            link.send(_DONE)
+        for link in self._links:
+            link.take(len(_DONE))
         self.bytes_sent += plan.bytes_sent
         self.busy_seconds += time.perf_counter() - begun
 
     def _plan(self, buffer: Tensor) -> _Plan:
         assert self._own is not None
-        assert self._left_memory is not None
         offset = buffer.data_ptr() - self._own.data_ptr() if buffer.numel() else 0
         key = (offset, buffer.numel(), buffer.dtype)
         if key in self._plans:
             return self._plans[key]
-        nbytes = buffer.nbytes
-        if not 0 <= offset <= offset + nbytes <= self._own.numel() or not buffer.is_contiguous():
+        end = offset + buffer.nbytes
+        if not 0 <= offset <= end <= self._own.numel() or not buffer.is_contiguous():
             raise ValueError("An all-reduced buffer must be a contiguous view into the memory of the last allocate().")
         # Tensors of the worker's own: a version counter shared with gradients would make autograd see writes.
-        own = _reinterpret(self._own[offset : offset + nbytes].detach(), buffer.dtype)
-        left = _reinterpret(self._left_memory[offset : offset + nbytes], buffer.dtype)
-        chunk = max(self._chunk_bytes // buffer.element_size(), _ALIGNMENT)
-        steps = tuple(
-            _BoundStep(own[s.start : s.stop], left[s.start : s.stop], s.reduce, s.after, s.announce)
-            for s in ring_steps(self.rank, self.world_size, own.numel(), chunk)
-        )
-        to_right = ring_steps((self.rank + 1) % self.world_size, self.world_size, own.numel(), chunk)
-        sent = sum(step.stop - step.start for step in to_right) * own.element_size()
-        return self._plans.setdefault(key, _Plan(offset, nbytes, steps, sent))
+        own = _reinterpret(self._own.detach()[offset:end], buffer.dtype)
+        others = [_reinterpret(other[offset:end], buffer.dtype) for other in self._others]
+        shard = segments(self.rank, self.world_size, own.numel(), self._segment_bytes // own.element_size())
+        pieces = tuple((own[start:stop], tuple(other[start:stop] for other in others)) for start, stop in shard)
+        sent = 2 * sum(other.nbytes for _, parts in pieces for other in parts)
+        return self._plans.setdefault(key, _Plan(offset, buffer.nbytes, pieces, sent))
 
     def _raise_if_aborted(self) -> None:
         if self._aborted is not None:
             raise self._aborted
 
     def _close_links(self) -> None:
-        self._left.close()
-        self._right.close()
+        for link in self._links:
+            link.close()
 
 
 def _reinterpret(raw: Tensor, dtype: torch.dtype) -> Tensor:

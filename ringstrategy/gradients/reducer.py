@@ -187,10 +187,10 @@ class GradientReducer:
         while self._launched < len(self._buckets) and self._buckets[self._launched].missing == 0:
             bucket = self._buckets[self._launched]
             bucket.flags.fill_(1)
-            self._launch(bucket)
+            self._launch(bucket, background=True)
 
-    def _launch(self, bucket: LiveBucket) -> None:
-        bucket.work = self._collective.all_reduce(bucket.flat)
+    def _launch(self, bucket: LiveBucket, background: bool) -> None:
+        bucket.work = self._collective.all_reduce(bucket.flat, background)
         self._launched += 1
         self.all_reduces += 1
 
@@ -234,7 +234,7 @@ class GradientReducer:
         """Send a bucket, whatever this rank has of it."""
         if bucket.missing == 0:
             bucket.flags.fill_(1)
-            self._launch(bucket)
+            self._launch(bucket, background=False)
             return
         used = []
         for gradient in bucket.gradients:
@@ -251,7 +251,7 @@ class GradientReducer:
                     self._stage(gradient)
             used.append(float(gradient.dirty))
         bucket.flags.copy_(torch.tensor(used))
-        self._launch(bucket)
+        self._launch(bucket, background=False)
 
     def _install(self, bucket: LiveBucket) -> None:
         # How many ranks used each parameter: of interest only where this one did not. On CUDA, asking blocks the host.

@@ -72,7 +72,9 @@ def _steps(rank: int, world_size: int, transport: Transport, explicit: bool) -> 
 def test_gradients_are_the_mean_over_ranks(world_size: int, transport: Transport, explicit: bool) -> None:
     first, *others = run_ranks(_steps, world_size, transport, explicit)
     for other in others:
-        assert all(torch.equal(a, b) for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True))
+        assert all(
+            torch.equal(a, b) for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True)
+        )
     for step, gradients in enumerate(first):
         torch.testing.assert_close(gradients, _mean_of_all(step, world_size), rtol=1e-12, atol=1e-12)
 

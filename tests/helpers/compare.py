@@ -26,10 +26,12 @@ __all__ = [
     "fit",
     "fit_alone",
     "fit_both",
+    "fit_under",
     "normalised",
     "result_of",
     "run_alone",
     "run_both",
+    "run_under",
 ]
 
 T = TypeVar("T")
@@ -129,6 +131,11 @@ def run_both(
     return [ours for ours, _ in results], [theirs for _, theirs in results]
 
 
+def run_under(strategy: str, scenario: Callable[..., T], *args: Any) -> list[T]:
+    """Run ``scenario(place, *args)`` on two ranks under one strategy; results by rank."""
+    return [result for (result,) in run_ranks(_run_under, 2, (strategy,), scenario, args)]
+
+
 def run_alone(scenario: Callable[..., T], *args: Any) -> T:
     """Run ``scenario(place, *args)`` in one process, on whole batches and without any strategy for several."""
     ((result,),) = run_ranks(_run_under, 1, ("auto",), scenario, args, init=False)
@@ -156,6 +163,13 @@ def fit(place: Place, build: Callable[[int], pl.LightningModule], options: dict[
 def fit_both(build: Callable[[int], pl.LightningModule] = Logged, **options: Any) -> tuple[list[Result], list[Result]]:
     """Train on two ranks under each of the strategies; see :func:`fit` and :func:`run_both`."""
     return run_both(fit, build, options)
+
+
+def fit_under(
+    strategy: str, build: Callable[[int], pl.LightningModule] = Logged, **options: Any
+) -> list[Result]:
+    """Train on two ranks under one strategy; see :func:`fit` and :func:`run_under`."""
+    return run_under(strategy, fit, build, options)
 
 
 def fit_alone(build: Callable[[int], pl.LightningModule] = Logged, **options: Any) -> Result:

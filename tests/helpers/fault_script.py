@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -81,7 +82,8 @@ class Setting:
             raise ValueError(f"boom-on-rank-{rank}")
         if self.kind == "sleep":
             time.sleep(600)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
+        # To this thread and not just to the process, which would let it run on for some microseconds.
+        signal.pthread_kill(threading.get_ident(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
 
 
 class Ruined(Regression):

@@ -120,15 +120,26 @@ def _open_sockets() -> Iterator[str]:
 
 
 def _is_held_elsewhere(name: str) -> bool:
-    """Whether a live process that has nothing to do with us has this shared memory mapped or open."""
+    """Whether a live process that has nothing to do with us has this shared memory mapped or open.
+
+    Told by its inode: a named semaphore is mapped under the temporary name that it was made with.
+    """
+    try:
+        inode = Path(f"/dev/shm/{name}").stat().st_ino
+    except FileNotFoundError:
+        return True  # it was, and is gone
     ours = {os.getpid(), *(child.pid for child in children_of(os.getpid()))}
-    path = f"/dev/shm/{name}"
-    for process in live_processes():
-        if process.pid not in ours:
+    return any(inode in _shared_memory_of(process.pid) for process in live_processes() if process.pid not in ours)
+
+
+def _shared_memory_of(pid: int) -> Iterator[int]:
+    """The inodes in ``/dev/shm`` that a process has mapped or open."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/dev/shm/" in line:
+                yield int(line.split()[4])
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if path in Path(f"/proc/{process.pid}/maps").read_text():
-                    return True
-            with contextlib.suppress(OSError):
-                if any(os.readlink(entry) == path for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
-                    return True
-    return False
+                if os.readlink(descriptor).startswith("/dev/shm/"):
+                    yield descriptor.stat().st_ino

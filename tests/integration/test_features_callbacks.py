@@ -42,6 +42,7 @@ from tests.helpers.compare import (
     assert_same,
     fit_alone,
     fit_both,
+    fit_under,
     normalised,
     result_of,
     run_both,
@@ -191,7 +192,7 @@ class _BackboneWithoutStatistics(_Backbone):
 @feature(_GROUP, "`BackboneFinetuning`", tried="backbone frozen for an epoch, then trained for two", outcome="ranks identical, within 1e-6 of one process")
 def test_a_backbone_that_is_unfrozen_is_averaged() -> None:
     options: dict[str, Any] = {"max_epochs": 3, "callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]}
-    ours, _ = fit_both(_BackboneWithoutStatistics, **options)
+    ours = fit_under("ring_ddp", _BackboneWithoutStatistics, **options)
     assert_same(ours, fit_alone(_BackboneWithoutStatistics, **options), tolerance=1e-6)
     assert [rank.records["trainable"] for rank in ours] == [[False] * 6 + [True] * 12] * 2
 

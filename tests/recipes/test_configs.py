@@ -80,9 +80,12 @@ def test_two_steps_of_a_config(recipe: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ring_ddp_spawn", "ring_ddp_fork"])
 def test_any_strategy_can_be_swapped_in(strategy: str, tmp_path: Path) -> None:
-    ended = _run("digits", *TWO_STEPS, f"--trainer.strategy={strategy}", "--trainer.devices=2", cwd=tmp_path)
+    ended = _run(
+        "digits", *TWO_STEPS, f"--trainer.strategy={strategy}", "--trainer.devices=2", cwd=tmp_path, timeout=250.0
+    )
     assert ended.returncode == 0, ended
     assert ended.leftover_pids == (), ended
     summary = _summary(tmp_path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -81,17 +83,33 @@ def test_each_kind_of_leak_is_seen_and_its_end_as_well(make: Callable[[], Abstra
     assert leaks_since(before) == []
 
 
-def test_shared_memory_that_a_foreign_process_holds_is_no_leak() -> None:
+HOLDER = """
+import multiprocessing, sys, time
+held = open(sys.argv[1], "w") if len(sys.argv) > 1 else multiprocessing.get_context("spawn").Semaphore()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "semaphore"])
+def test_shared_memory_that_a_foreign_process_holds_is_no_leak(kind: str) -> None:
     before = Snapshot.take()
     path = Path(f"/dev/shm/foreign-{os.getpid()}")
     # The shell starts the holder and ends, so that it is no child of ours.
-    shell = f"exec 3>{path}; sleep 600 >/dev/null & echo $!"
-    holder = int(subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, check=True, text=True).stdout)
+    command = [sys.executable, "-c", HOLDER, *([str(path)] if kind == "file" else [])]
+    shell = f"{shlex.join(command)} & echo $!"
+    with subprocess.Popen(
+        ["bash", "-c", shell], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as started:
+        assert started.stdout is not None
+        holder = int(started.stdout.readline())
+        assert started.stdout.readline() == "ready\n"
     try:
+        assert Snapshot.take().shared_memory - before.shared_memory
         assert leaks_since(before) == []
     finally:
         os.kill(holder, signal.SIGKILL)
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def test_a_thread_on_its_way_out_is_waited_for() -> None:

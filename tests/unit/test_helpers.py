@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.assertions import assert_close_to_single_process, assert_ranks_identical
 from tests.helpers.processes import live_processes
 from tests.helpers.ranks import RanksFailedError, run_ranks
 from tests.helpers.scripts import run_script, start_script
@@ -211,3 +212,29 @@ def test_a_running_script_can_be_watched_and_signalled() -> None:
         assert running.finish(timeout=10.0).returncode == -signal.SIGTERM
         with pytest.raises(AssertionError, match="before the script ended"):
             running.wait_for("never written")
+
+
+def test_ranks_that_differ_in_one_bit_are_not_identical() -> None:
+    state = {"weight": torch.ones(3), "bias": torch.zeros(0)}
+    assert_ranks_identical([state, {name: tensor.clone() for name, tensor in state.items()}])
+    other = {**state, "weight": torch.nextafter(torch.ones(3), torch.tensor(2.0))}
+    with pytest.raises(AssertionError, match=r"weight on rank 2 is off rank 0's by 1\.19e-07"):
+        assert_ranks_identical([state, state, other])
+    with pytest.raises(AssertionError, match="rank 1 has other names: {'bias'}"):
+        assert_ranks_identical([state, {"weight": torch.ones(3)}])
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (torch.tensor([1.0, 2.1]), "w is off by 0.1, more than 1e-06"),
+        (torch.tensor([1.0, float("nan")]), "w is off by nan"),
+        (torch.tensor([1.0, 2.0]).double(), "w: torch.float64 instead of torch.float32"),
+        (torch.tensor([[1.0, 2.0]]), "w: torch.Size"),
+    ],
+)
+def test_what_is_not_close_to_one_process_is_told(value: torch.Tensor, complaint: str) -> None:
+    expected = {"w": torch.tensor([1.0, 2.0])}
+    assert_close_to_single_process({"w": torch.tensor([1.0, 2.0000005])}, expected)
+    with pytest.raises(AssertionError, match=complaint):
+        assert_close_to_single_process({"w": value}, expected)
