@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from image_classifier import ImageClassifier
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from summary import Summary
 from torch import Tensor
@@ -22,6 +23,15 @@ from torch import Tensor
 import ringstrategy  # noqa: F401  registers the names of its strategies
 
 __all__ = ["RecipeCLI", "main"]
+
+# Warnings that do not hold here, hidden to leave the screen to what matters. Spawned ranks import this file as well.
+for _message in (
+    "does not have many workers",  # the images are in memory
+    r"recommended to use `Trainer\(devices=1",  # the test images divide evenly, see digits_data.py
+    "Experiment logs directory .* is not empty",  # both loggers write into one new folder
+    "isinstance.treespec, LeafSpec.",  # between Lightning and torch
+):
+    warnings.filterwarnings("ignore", f".*{_message}")
 
 
 class RecipeCLI(LightningCLI):
@@ -66,7 +76,6 @@ def main(arguments: Sequence[str], config: Path | None = None, prog: str | None 
         config: YAML file with the settings of a recipe.
         prog: the command that help and errors show.
     """
-    _silence_hints()
     parser_kwargs = {"prog": prog, "default_config_files": [str(config)] if config else []}
     cli = RecipeCLI(
         ImageClassifier,
@@ -82,6 +91,9 @@ def main(arguments: Sequence[str], config: Path | None = None, prog: str | None 
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
     measured = dict(trainer.callback_metrics)
     best = _best_checkpoint(trainer)
+    log_dir = trainer.logger.log_dir if trainer.logger else None
+    # With `spawn` and `fork` the test runs in new processes, where CSVLogger begins anew and deletes its own file.
+    trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=best, verbose=False)
     measured |= trainer.callback_metrics
     if not trainer.is_global_zero:
@@ -93,7 +105,6 @@ def main(arguments: Sequence[str], config: Path | None = None, prog: str | None 
         communication_share=_number(measured, "communication_share"),
         checkpoint=str(Path(best).resolve()) if best else None,
     )
-    log_dir = trainer.logger.log_dir if trainer.logger else None
     if log_dir:
         summary.write(Path(log_dir) / "summary.json")
     Console().print(summary.table())
@@ -106,17 +117,6 @@ def _best_checkpoint(trainer: pl.Trainer) -> str | None:
 
 def _number(metrics: Mapping[str, Tensor], name: str) -> float | None:
     return float(metrics[name]) if name in metrics else None
-
-
-def _silence_hints() -> None:
-    """Hide the warnings that do not hold here, to leave the screen to what matters."""
-    for message in (
-        "does not have many workers",  # the images are in memory
-        r"recommended to use `Trainer\(devices=1",  # the test images divide evenly, see digits_data.py
-        "Experiment logs directory .* is not empty",  # both loggers write into one new folder
-        "isinstance.treespec, LeafSpec.",  # between Lightning and torch
-    ):
-        warnings.filterwarnings("ignore", f".*{message}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -65,6 +65,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
+        self._tied_to_parent = False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -76,19 +77,29 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self.procs:
                 running = Children(self.procs, self._strategy.timeout.total_seconds()).running()
         elif isinstance(environment, LightningEnvironment) and environment.local_rank() != 0:
-            end_with_parent(True)  # until the ranks have met, and watch each other
+            end_with_parent(True)
+            self._tied_to_parent = True
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with running, _reported(self._strategy):
             return function(*args, **kwargs)
+
+    def ranks_have_met(self) -> None:
+        """From here on the ranks watch each other, and need not end together."""
+        if self._tied_to_parent:
+            end_with_parent(False)
+            self._tied_to_parent = False
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
     """Spawns or forks workers that report failures; none survives an error of the launching process."""
 
+    def __init__(self, strategy: RingDDPStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._ring = strategy
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        assert isinstance(self._strategy, pl.strategies.DDPStrategy)
-        reported = _Reported(function, self._strategy)  # type: ignore[arg-type]
+        reported = _Reported(function, self._ring)
         try:
             return super().launch(reported, *args, trainer=trainer, **kwargs)
         except BaseException:
@@ -98,3 +109,12 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
                     process.kill()
                     process.join()
             raise
+
+    @override
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {**super().get_extra_results(trainer), "communication": self._ring.communication}
+
+    @override
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        self._ring.communication = extra["communication"]

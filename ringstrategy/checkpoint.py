@@ -18,7 +18,6 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 __all__ = ["AtomicCheckpointIO"]
@@ -46,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._tidy_folders: set[Path] = set()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint.
 
         Args:

@@ -48,7 +48,7 @@ class Control:
             if self._group.device.type == "cuda":
                 dist.barrier(device_ids=[self._group.device.index])
             else:
-                self._join(dist.barrier(async_op=True))
+                self._monitor.join(dist.barrier(async_op=True))
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Give rank ``src``'s object to all.
@@ -62,10 +62,10 @@ class Control:
             if self._group.rank == src:
                 data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             size = torch.tensor([data.numel()])
-            self._join(dist.broadcast(size, src, group=self._group.control, async_op=True))
+            self._monitor.join(dist.broadcast(size, src, group=self._group.control, async_op=True))
             if self._group.rank != src:
                 data = torch.empty(int(size), dtype=torch.uint8)
-            self._join(dist.broadcast(data, src, group=self._group.control, async_op=True))
+            self._monitor.join(dist.broadcast(data, src, group=self._group.control, async_op=True))
         if self._group.rank == src:
             return value
         received: T = pickle.loads(data.numpy().tobytes())
@@ -100,18 +100,13 @@ class Control:
         with self._monitor.waiting("a reduced value"):
             on_device = result.to(self._group.device).contiguous()
             work = dist.all_reduce(on_device, op=reduce_op, group=group, async_op=True)
-            if work is not None and on_device.numel():
-                self._join(work)
+            if on_device.is_cuda:
+                work.wait()  # the stream does, not the host
+            else:
+                self._monitor.join(work)
         result = on_device.to(tensor.device)
         if mean:
             return result / dist.get_world_size(group)
         if tensor.dtype == torch.bool and reduce_op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
             return result.bool()
         return result
-
-    def _join(self, work: dist.Work | None) -> None:
-        assert work is not None
-        if self._group.device.type == "cuda":
-            work.wait()
-        else:
-            self._monitor.join(work)

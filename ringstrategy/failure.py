@@ -187,12 +187,13 @@ class FailureMonitor:
         finally:
             self._waiting = None
 
-    def join(self, work: dist.Work) -> None:
+    def join(self, work: dist.Work | None) -> None:
         """Wait for a CPU operation of the process group, but not beyond a failure. Inside :meth:`waiting`.
 
         Raises:
             RankFailure: a rank failed; the operation stays behind in the backend's threads.
         """
+        assert work is not None  # as the types have it; only a rank outside the group gets none
         done = threading.Event()
         self._interrupt = done
         try:

@@ -93,6 +93,7 @@ def _try_shared_memory(group: RankGroup) -> tuple[Collective | None, str | None]
     problem = _vote(group, problem)
     if ring is not None and problem is None:
         problem = _vote(group, _trial(ring))
+        ring.bytes_sent, ring.busy_seconds = 0, 0.0  # the trial was no gradient
     if problem is None:
         return ring, None
     if ring is not None:

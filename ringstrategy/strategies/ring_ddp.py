@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +24,6 @@ from ringstrategy import _lightning
 from ringstrategy.allocator import keep_freed_memory
 from ringstrategy.buffers import BufferSync
 from ringstrategy.checkpoint import AtomicCheckpointIO
-from ringstrategy.children import end_with_parent
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.choose import Algorithm, Transport, check_choice, choose_collective
 from ringstrategy.control import Control
@@ -44,8 +42,7 @@ _BACKEND_CAP_MB = 25.0
 _MEETING_TIMEOUT = timedelta(minutes=2)
 
 
-@dataclass(frozen=True)
-class Communication:
+class Communication(NamedTuple):
     """What gradient averaging has cost this rank so far.
 
     Attributes:
@@ -177,6 +174,10 @@ class RingDDPStrategy(DDPStrategy):
             exposed_seconds=self._past.exposed_seconds + self._reducer.exposed_seconds,
         )
 
+    @communication.setter
+    def communication(self, past: Communication) -> None:
+        self._past = past
+
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @override
@@ -184,7 +185,7 @@ class RingDDPStrategy(DDPStrategy):
         if self._start_method == "popen":
             self._launcher = _lightning.ScriptLauncher(self)
         else:
-            self._launcher = _lightning.MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = _lightning.MultiProcessingLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:
@@ -195,7 +196,8 @@ class RingDDPStrategy(DDPStrategy):
         self._group = RankGroup.connect(self.root_device, self.timeout)
         self._monitor = FailureMonitor(self._group, self._where)
         self._control = Control(self._group, self._monitor)
-        end_with_parent(False)
+        if isinstance(self._launcher, _lightning.ScriptLauncher):
+            self._launcher.ranks_have_met()
 
     @override
     def configure_ddp(self) -> None:

@@ -165,9 +165,7 @@ def fit_both(build: Callable[[int], pl.LightningModule] = Logged, **options: Any
     return run_both(fit, build, options)
 
 
-def fit_under(
-    strategy: str, build: Callable[[int], pl.LightningModule] = Logged, **options: Any
-) -> list[Result]:
+def fit_under(strategy: str, build: Callable[[int], pl.LightningModule] = Logged, **options: Any) -> list[Result]:
     """Train on two ranks under one strategy; see :func:`fit` and :func:`run_under`."""
     return run_under(strategy, fit, build, options)
 

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -24,12 +26,11 @@ from typing_extensions import override
 
 from ringstrategy import RingDDPStrategy
 from ringstrategy.collectives.links import Link
-from tests.helpers.models import Batch, Regression, data, shard
+from tests.helpers.models import Batch, Regression, shard
 from tests.helpers.trainers import trainer_on_rank
 
-__all__ = ["KINDS", "PHASES", "Setting", "train", "train_on_rank"]
+__all__ = ["PHASES", "Setting", "train_from_launcher", "train_on_rank"]
 
-KINDS = ("exception", "kill", "stop", "sleep")
 # In the order in which a run meets them. All ranks have met, and watch each other, from `setup` to `train end`.
 PHASES = ("before meeting", "setup", "forward", "all-reduce", "validation", "checkpoint", "train end", "teardown")
 # One checkpoint has been written before the fault, and one batch trained after it.
@@ -57,7 +58,7 @@ class Setting:
     folder: str
     timeout: float = 60.0
     devices: int = 2
-    start_method: str = "popen"
+    start_method: Literal["popen", "spawn", "fork"] = "popen"
 
     def to_json(self) -> str:
         """For a command line."""
@@ -105,8 +106,8 @@ class Ruined(Regression):
         if batch_idx == _FAULTY_BATCH:
             self._strike("forward")
             if self._setting.phase == "all-reduce":
-                # The first send says that an all-reduce begins, the second that its first chunk is ready.
-                _before_call(2, "send", lambda: self._strike("all-reduce"))
+                # A rank first tells each other rank that it begins, and after its sums that it is done.
+                _before_send(self.trainer.world_size, lambda: self._strike("all-reduce"))
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -131,18 +132,18 @@ class Ruined(Regression):
         self._strike("teardown")
 
 
-def _before_call(count: int, name: str, strike: Callable[[], None]) -> None:
-    """Strike before the ``count``-th call of a method of the links of the ring."""
-    original, calls = getattr(Link, name), 0
+def _before_send(count: int, strike: Callable[[], None]) -> None:
+    """Strike before this rank's ``count``-th token to another rank."""
+    original, calls = Link.send, 0
 
-    def ruined(link: Link, *args: Any) -> Any:
+    def ruined(link: Link, data: bytes) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
             strike()
-        return original(link, *args)
+        original(link, data)
 
-    setattr(Link, name, ruined)
+    patch.object(Link, "send", ruined).start()
 
 
 def _when_flushing(strike: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ def _when_flushing(strike: Callable[[], None]) -> None:
         strike()
         original(descriptor)
 
-    os.fsync = ruined
+    patch.object(os, "fsync", ruined).start()
 
 
 class RuinedStrategy(RingDDPStrategy):
@@ -167,43 +168,41 @@ class RuinedStrategy(RingDDPStrategy):
         super().setup_distributed()
 
 
-def train(rank: int | None, setting: Setting, trainer: Callable[..., pl.Trainer]) -> None:
-    """Fit four batches, save after each, and validate."""
-    strategy = RuinedStrategy(timeout=timedelta(seconds=setting.timeout), start_method=setting.start_method)  # type: ignore[arg-type]
+def train(setting: Setting, rank: int = 0, trainer: Callable[..., pl.Trainer] = pl.Trainer) -> None:
+    """Fit four batches, save after each, and validate.
+
+    Args:
+        setting: what goes wrong.
+        rank: whose share of the data is taken; what the ranks compute does not matter here.
+        trainer: makes the Trainer.
+    """
+    strategy = RuinedStrategy(timeout=timedelta(seconds=setting.timeout), start_method=setting.start_method)
     strategy.setting = setting
-    saver = ModelCheckpoint(setting.checkpoints, every_n_train_steps=1, save_top_k=-1)
-    options: dict[str, Any] = {"strategy": strategy, "callbacks": [saver], "enable_checkpointing": True}
-    trainer(**options).fit(Ruined(setting), *_loaders(setting.devices, rank))
-
-
-def _loaders(world_size: int, rank: int | None) -> list[Any]:
-    rows, batch_size = 4 * _BATCHES * world_size, 4
-    return [shard(rank or 0, world_size, rows, batch_size) for _ in ("training", "validation")]
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "callbacks": [ModelCheckpoint(setting.checkpoints, every_n_train_steps=1, save_top_k=-1)],
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": True,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+    }
+    rows, batch_size = 4 * _BATCHES * setting.devices, 4
+    training, validation = (shard(rank, setting.devices, rows, batch_size) for _ in range(2))
+    trainer(**options).fit(Ruined(setting), training, validation)
 
 
 def train_on_rank(rank: int, world_size: int, setting: Setting) -> None:
     """The training on one of the ranks of :func:`tests.helpers.ranks.run_ranks`."""
-    train(rank, setting, lambda **options: trainer_on_rank(rank, world_size, **options))
+    train(setting, rank, partial(trainer_on_rank, rank, world_size))
 
 
-def main(setting: Setting) -> None:
-    """The training in a program that starts its ranks itself."""
-    train(
-        None,
-        setting,
-        lambda **options: pl.Trainer(
-            accelerator="cpu",
-            devices=setting.devices,
-            max_epochs=1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            **options,
-        ),
-    )
+def train_from_launcher(rank: int, world_size: int, setting: Setting) -> None:
+    """The training in a process that starts the ranks itself."""
+    train(setting, trainer=partial(pl.Trainer, accelerator="cpu", devices=setting.devices))
 
 
 if __name__ == "__main__":
-    main(Setting(**json.loads(sys.argv[1])))
+    train_from_launcher(0, 1, Setting(**json.loads(sys.argv[1])))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TypeVar
 
-__all__ = ["Feature", "TABLE", "documented", "feature", "table"]
+__all__ = ["TABLE", "Feature", "documented", "feature", "table"]
 
 F = TypeVar("F", bound=Callable[..., None])
 

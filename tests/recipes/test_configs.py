@@ -92,7 +92,9 @@ def test_any_strategy_can_be_swapped_in(strategy: str, tmp_path: Path) -> None:
     assert summary["ranks"] == 2
     assert (summary["communication_share"] is not None) == strategy.startswith("ring_")
     assert Path(summary["checkpoint"]).is_file()
+    assert "val_accuracy" in (tmp_path / "runs" / "digits" / "version_0" / "metrics.csv").read_text()
     assert "Traceback" not in ended.stderr
+    assert "Experiment logs directory" not in ended.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,80 @@
+"""An interrupted job ends on all ranks, does not look successful, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.helpers import signal_script
+from tests.helpers.scripts import RunningScript, start_script
+from tests.helpers.signal_script import TRAINING
+
+Receiver = Literal["main process", "whole group", "other rank"]
+# What a program returns that ends itself because of the signal, or that the signal ends.
+EXIT_CODES = {signal.SIGINT: (1, 130, -2), signal.SIGTERM: (143, -15)}
+EXCEPTIONS = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "SIGTERMException"}
+
+
+def send(signum: signal.Signals, running: RunningScript, receiver: Receiver) -> None:
+    if receiver == "main process":
+        running.send_signal(signum)
+    elif receiver == "whole group":
+        os.killpg(running.pid, signum)  # as a terminal or a scheduler does
+    else:
+        (other,) = (process.pid for process in running.processes() if process.parent == running.pid)
+        os.kill(other, signum)
+
+
+SIGNALS = [
+    pytest.param(
+        strategy,
+        signum,
+        receiver,
+        marks=[] if quick else [pytest.mark.slow],
+        id=f"{strategy} {signum.name} to {receiver}",
+    )
+    for strategy, receiver, signum, quick in [
+        ("ring_ddp", "main process", signal.SIGTERM, True),
+        ("ring_ddp", "main process", signal.SIGINT, False),
+        ("ring_ddp", "whole group", signal.SIGTERM, False),
+        ("ring_ddp", "whole group", signal.SIGINT, False),
+        ("ring_ddp_spawn", "main process", signal.SIGTERM, False),
+        ("ring_ddp_spawn", "main process", signal.SIGINT, False),
+        ("ring_ddp_spawn", "whole group", signal.SIGTERM, False),
+        ("ring_ddp_spawn", "whole group", signal.SIGINT, False),
+    ]
+]
+
+
+@pytest.mark.parametrize(("strategy", "signum", "receiver"), SIGNALS)
+def test_an_interrupted_job_ends_on_all_ranks_and_fails(
+    strategy: str, signum: signal.Signals, receiver: Receiver
+) -> None:
+    with start_script(Path(signal_script.__file__), strategy) as running:
+        for rank in range(2):
+            running.wait_for(TRAINING.format(rank))
+        send(signum, running, receiver)
+        began = time.monotonic()
+        completed = running.finish(timeout=30.0, grace=10.0)
+    assert time.monotonic() - began < 15, completed
+    assert completed.returncode in EXIT_CODES[signum], completed
+    assert not completed.leftover_pids, completed
+    assert f"on_exception on rank 0: {EXCEPTIONS[signum]}" in completed.stdout, completed
+    assert "finished" not in completed.stdout, completed
+
+
+@pytest.mark.slow
+def test_a_signal_to_another_rank_fails_the_job() -> None:
+    with start_script(Path(signal_script.__file__), "ring_ddp") as running:
+        for rank in range(2):
+            running.wait_for(TRAINING.format(rank))
+        send(signal.SIGTERM, running, "other rank")
+        completed = running.finish(timeout=30.0, grace=10.0)
+    assert completed.returncode == 1, completed
+    assert not completed.leftover_pids, completed
+    assert "rank 0: rank 1 failed first" in completed.stderr
