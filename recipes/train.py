@@ -63,8 +63,8 @@ class SaveConfigOfFit(SaveConfigCallback):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Save on rank 0, if this is training."""
-        if stage == "fit":
+        """Save on rank 0, if this is training and there is a folder for its logs."""
+        if stage == "fit" and trainer.loggers:
             super().setup(trainer, pl_module, stage)
 
 

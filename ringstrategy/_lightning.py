@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from multiprocessing.connection import wait
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -18,43 +22,96 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose as SignalHandlers
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
-from ringstrategy.children import Children, end_with_parent
+from ringstrategy.children import Children, ending_stopped, introduced_to_children, tied_to_parent
+from ringstrategy.failure import RankFailure
 
 if TYPE_CHECKING:
     from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 
-__all__ = ["MultiProcessingLauncher", "ScriptLauncher", "WrappingCheckpointIO", "all_gather"]
+__all__ = ["MultiProcessingLauncher", "ScriptLauncher", "SignalHandlers", "WrappingCheckpointIO", "all_gather"]
 
+# What a shell would report of a process that SIGTERM has ended.
+_TERMINATED = 128 + signal.SIGTERM
 # Seconds that worker processes have to end by themselves after one of them, or their parent, has failed.
 _GRACE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def _reported(strategy: RingDDPStrategy) -> Iterator[None]:
+def _reported(strategy: RingDDPStrategy, trainer: pl.Trainer | None) -> Iterator[None]:
     """Tell the other ranks of an exception on its way out, and let no termination look like success."""
     try:
         yield
     except _TunerExitException:
         raise  # how the Tuner ends a trial, on all ranks
     except BaseException as error:
-        if isinstance(error, SIGTERMException):
-            error.code = 128 + signal.SIGTERM
         strategy.report(error)
+        if isinstance(error, RankFailure) and trainer is not None and trainer.received_sigterm:
+            # All ranks are to end, and another one was quicker.
+            raise SIGTERMException(_TERMINATED) from error
+        if isinstance(error, SIGTERMException):
+            error.code = _TERMINATED
         raise
 
 
 @dataclass
-class _Reported:
-    """A function that reports its failure; unlike a closure it can be pickled."""
+class _Terminate:
+    """Notes SIGTERM for the loops, which end after the present batch, and hands it on to the processes of a launcher.
+
+    In place of Lightning's handler, which also broadcasts, in the middle of whatever this rank does: where another
+    rank does something else, their collectives are paired wrongly and hang.
+    """
+
+    trainer: pl.Trainer
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        connector, launcher = self.trainer._signal_connector, self.trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+
+def _defer_termination(trainer: pl.Trainer | None) -> None:
+    if trainer is not None:
+        trainer._signal_connector._sigterm_notifier_fn = _Terminate(trainer)  # type: ignore[assignment]
+
+
+def _raise_termination(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SIGTERMException(_TERMINATED)
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    """In a process that only waits for others, SIGTERM is an exception like SIGINT, unless the program handles it."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise_termination)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@dataclass
+class _InWorker:
+    """What a worker runs: a function whose failure is reported. Unlike a closure it can be pickled."""
 
     function: Callable[..., Any]
     strategy: RingDDPStrategy
+    trainer: pl.Trainer | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _reported(self.strategy):
+        if signal.getsignal(signal.SIGTERM) is _raise_termination:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its parent's
+        _defer_termination(self.trainer)
+        with _reported(self.strategy, self.trainer):
             return self.function(*args, **kwargs)
 
 
@@ -65,29 +122,29 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
-        self._tied_to_parent = False
+        self._until_met = contextlib.ExitStack()
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        timeout = self._strategy.timeout.total_seconds()
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not environment.creates_processes_externally:
-            self._call_children_scripts()
+            with introduced_to_children():
+                self._call_children_scripts()
             if self.procs:
-                running = Children(self.procs, self._strategy.timeout.total_seconds()).running()
+                running = Children(self.procs, timeout).running()
         elif isinstance(environment, LightningEnvironment) and environment.local_rank() != 0:
-            end_with_parent(True)
-            self._tied_to_parent = True
+            self._until_met.enter_context(tied_to_parent(timeout))
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        with running, _reported(self._strategy):
+        _defer_termination(trainer)
+        with running, self._until_met, _reported(self._strategy, trainer):
             return function(*args, **kwargs)
 
     def ranks_have_met(self) -> None:
         """From here on the ranks watch each other, and need not end together."""
-        if self._tied_to_parent:
-            end_with_parent(False)
-            self._tied_to_parent = False
+        self._until_met.close()
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
@@ -99,16 +156,26 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        reported = _Reported(function, self._ring)
+        in_worker = _InWorker(function, self._ring, trainer)
         try:
-            return super().launch(reported, *args, trainer=trainer, **kwargs)
-        except BaseException:
-            for process in self.procs:
-                process.join(_GRACE_SECONDS)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            with _termination_raises(), ending_stopped(self._running, self._ring.timeout.total_seconds()):
+                return super().launch(in_worker, *args, trainer=trainer, **kwargs)
+        except BaseException as error:
+            self._end_workers(signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT)
             raise
+
+    def _running(self) -> list[int]:
+        # Not by `is_alive`, which would take the exit status from under the thread that waits for it.
+        return [process.pid for process in self.procs if process.pid is not None and not wait([process.sentinel], 0)]
+
+    def _end_workers(self, signum: signal.Signals) -> None:
+        """Ask those that still run, e.g. after an interrupt of this process alone, and do not wait for long."""
+        self.kill(signum)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in self.procs:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:

@@ -25,22 +25,23 @@ class BufferSync:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-
-    def before_training_step(self, module: nn.Module) -> None:
-        """Send what the coming forward may read. Collective."""
-        self._group.broadcast_tensors(_buffers(module, also_statistics=False))
+        self._owners: list[nn.Module] = []  # the modules with buffers; walking over all costs too much in every step
 
     def send_all(self, module: nn.Module) -> None:
-        """Send every buffer: before an evaluation, and when training ends. Collective."""
-        self._group.broadcast_tensors(_buffers(module, also_statistics=True))
+        """Send every buffer: before training, before an evaluation, and when training ends. Collective."""
+        self._owners = [child for child in module.modules() if any(True for _ in child.buffers(recurse=False))]
+        self._group.broadcast_tensors(self._buffers(also_statistics=True))
 
+    def before_training_step(self) -> None:
+        """Send what the coming forward may read, of the modules that had buffers at the last `send_all`. Collective."""
+        self._group.broadcast_tensors(self._buffers(also_statistics=False))
 
-def _buffers(module: nn.Module, *, also_statistics: bool) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for child in module.modules():
-        if not also_statistics and isinstance(child, _NormBase) and child.training:
-            continue
-        for buffer in child.buffers(recurse=False):
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
+    def _buffers(self, *, also_statistics: bool) -> Iterator[Tensor]:
+        seen: set[int] = set()
+        for child in self._owners:
+            if not also_statistics and isinstance(child, _NormBase) and child.training:
+                continue
+            for buffer in child.buffers(recurse=False):
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield buffer

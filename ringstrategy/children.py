@@ -1,4 +1,4 @@
-"""The script launcher's other half: whoever starts processes watches them, and waits for them at the end."""
+"""The launchers' other half: whoever starts processes watches them, and waits for them at the end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
-__all__ = ["Children", "end_with_parent"]
+from ringstrategy.failure import is_stopped
+
+__all__ = ["Children", "StoppedProcesses", "ending_stopped", "introduced_to_children", "tied_to_parent"]
 
 _TICK_SECONDS = 0.2
+_EXIT_SECONDS = 60.0  # an interpreter that is done takes seconds to end, more where cores are scarce
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LAUNCHER = "RINGSTRATEGY_LAUNCHER_PID"
 
 
 class Children:
@@ -37,6 +41,7 @@ class Children:
         self._processes = processes
         self._timeout = timeout
         self._grace = grace
+        self._stopped = StoppedProcesses(timeout)
         self._active = threading.Event()
         self._failed = False
         self._done = threading.Event()
@@ -52,9 +57,14 @@ class Children:
             yield
         except BaseException:
             self._failed = True
+            if not dist.is_initialized():
+                self._kill()  # they wait to meet this rank, and nothing else tells them that it will not come
             raise
         finally:
             self._active.clear()
+
+    def _running(self) -> list[int]:
+        return [process.pid for process in self._processes if process.poll() is None]
 
     def _failures(self) -> list[str]:
         return [
@@ -72,14 +82,16 @@ class Children:
     def _watch(self) -> None:
         since = None
         while not self._done.wait(_TICK_SECONDS):
+            self._stopped.end(self._running())
             failures = self._failures()
-            if all(process.poll() == 0 for process in self._processes):
+            if not failures and not self._running():
                 return
             if not failures or not self._active.is_set():
                 since = None
                 continue
             since = since or time.monotonic()
-            if time.monotonic() - since > self._grace:
+            # Ranks that have met hear of the failure and end by themselves. Those that have not wait to meet.
+            if not dist.is_initialized() or time.monotonic() - since > self._grace:
                 # The main thread waits for somebody who will not come, where no error reaches it.
                 self._kill()
                 sys.stderr.write(f"rank 0: {'; '.join(failures)}; this run cannot go on.\n")
@@ -93,10 +105,10 @@ class Children:
         if dist.is_initialized():
             # A child that still waits for this rank learns that it will not come.
             dist.destroy_process_group()
-        deadline = time.monotonic() + (self._grace if failing else self._timeout)
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + (self._grace if failing else max(self._timeout, _EXIT_SECONDS))
+        while (running := self._running()) and time.monotonic() < deadline:
+            self._stopped.end(running)
+            time.sleep(_TICK_SECONDS / 10)
         self._kill()
         failures = self._failures()
         if failures and not failing:
@@ -106,7 +118,87 @@ class Children:
             os._exit(1)
 
 
-def end_with_parent(enabled: bool) -> None:
-    """Have the kernel kill this process when its parent ends: for as long as nothing else would notice."""
+class StoppedProcesses:
+    """Ends processes that a signal has stopped, for they hear of no failure, and are waited for without end.
+
+    Args:
+        timeout: seconds that a process may be stopped.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._since: dict[int, float] = {}
+
+    def end(self, pids: Iterable[int]) -> None:
+        """Look at processes, to be called again and again, and kill those that have been stopped for too long.
+
+        Args:
+            pids: process ids of children that were not waited for yet, or of the parent.
+        """
+        now = time.monotonic()
+        for pid in pids:
+            if not is_stopped(pid):
+                self._since.pop(pid, None)
+            elif now - self._since.setdefault(pid, now) > self._timeout:
+                sys.stderr.write(f"process {pid} is stopped for more than {self._timeout:g} s; it is ended.\n")
+                sys.stderr.flush()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ending_stopped(pids: Callable[[], Iterable[int]], timeout: float) -> Iterator[None]:
+    """Have a thread call :meth:`StoppedProcesses.end` as long as the block runs.
+
+    Args:
+        pids: tells at any time which processes to look at.
+        timeout: seconds that a process may be stopped.
+    """
+    done, stopped = threading.Event(), StoppedProcesses(timeout)
+
+    def watch() -> None:
+        while not done.wait(_TICK_SECONDS):
+            stopped.end(pids())
+
+    thread = threading.Thread(target=watch, name="ringstrategy-stopped", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def introduced_to_children() -> Iterator[None]:
+    """Processes that are started meanwhile know who started them."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_LAUNCHER]
+
+
+@contextlib.contextmanager
+def tied_to_parent(timeout: float) -> Iterator[None]:
+    """Meanwhile the kernel kills this process when its parent ends, and this process a parent that is stopped.
+
+    Args:
+        timeout: seconds that the parent may be stopped.
+
+    Raises:
+        RuntimeError: the process that started this one has ended already.
+    """
+    _set_parent_death_signal(signal.SIGKILL)
+    if (launcher := os.environ.get(_LAUNCHER, str(os.getppid()))) != str(os.getppid()):
+        raise RuntimeError(f"rank 0 (pid {launcher}), which started this process, ended before the ranks had met.")
+    try:
+        with ending_stopped(lambda: [os.getppid()], timeout):
+            yield
+    finally:
+        _set_parent_death_signal(0)
+
+
+def _set_parent_death_signal(signum: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL) if enabled else 0, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)

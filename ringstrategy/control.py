@@ -71,6 +71,24 @@ class Control:
         received: T = pickle.loads(data.numpy().tobytes())
         return received
 
+    def check_alike(self, tensor: Tensor) -> None:
+        """Compare the tensors that all ranks are about to gather; unequal ones would crash the backend. Collective.
+
+        Args:
+            tensor: this rank's.
+
+        Raises:
+            ValueError: on every rank, with the first rank whose tensor differs from rank 0's.
+        """
+        with self._monitor.waiting("the shapes of gathered tensors"):
+            everyone = self._group.exchange((tuple(tensor.shape), tensor.dtype))
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise ValueError(
+                    f"Only tensors alike can be gathered, but rank 0 has {_describe(everyone[0])} and rank {rank} has "
+                    f"{_describe(theirs)}. Pad them to one shape, and gather their sizes as well."
+                )
+
     def reduce(self, tensor: Tensor, group: Any = None, operation: Any = "mean") -> Tensor:
         """Combine a tensor of all ranks without changing it.
 
@@ -110,3 +128,7 @@ class Control:
         if tensor.dtype == torch.bool and reduce_op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
             return result.bool()
         return result
+
+
+def _describe(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"one of shape {kind[0]} and {kind[1]}"

@@ -9,20 +9,16 @@ that watches the other ranks of its host:
 
 The first word is final. The monitor logs it once, makes every collective of this package raise it (now and later),
 and if the main thread sits in a collective of somebody else's, which nothing can wake, ends the process after a grace
-period. Messages are datagrams between Unix sockets: they outlive their sender, and no server is needed.
+period.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import secrets
 import select
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -33,15 +29,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ringstrategy.mailbox import Mailbox
 from ringstrategy.process_group import Rank, RankGroup
 
-__all__ = ["FailureMonitor", "FailureNote", "RankFailure"]
+__all__ = ["FailureMonitor", "FailureNote", "RankFailure", "is_stopped"]
 
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-_MOST_BYTES = 16 * 1024  # of a message; a datagram must fit the socket's buffer
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class FailureMonitor:
         self._interrupt: threading.Event | None = None
         self._wake, self._alarm = os.pipe()
         self._closing = False
-        self._socket, self._addresses = self._bind(group)
+        self._mailbox = Mailbox(group, tuple(self._neighbours.values()))
         self._pidfds = {rank: os.pidfd_open(neighbour.pid) for rank, neighbour in self._neighbours.items()}
         self._dead: set[int] = set()
         self._abandoned: list[dist.Work] = []
@@ -159,7 +154,7 @@ class FailureMonitor:
             RankFailure: with the first failure.
         """
         if self._note is not None:
-            raise RankFailure(self._note)
+            raise self._error(self._note)
 
     @contextlib.contextmanager
     def waiting(self, label: str) -> Iterator[None]:
@@ -182,7 +177,7 @@ class FailureMonitor:
             # The transport notices a lost peer at once; who was lost, and why, is known a moment later.
             if self._failed.wait(2 * _TICK_SECONDS) or self._blame_the_dead():
                 assert self._note is not None
-                raise RankFailure(self._note, label) from error
+                raise self._error(self._note) from error
             raise
         finally:
             self._waiting = None
@@ -227,7 +222,7 @@ class FailureMonitor:
         self._closing = True
         os.write(self._alarm, b"x")
         self._thread.join()
-        self._socket.close()
+        self._mailbox.close()
         for fd in (self._wake, self._alarm, *self._pidfds.values()):
             os.close(fd)
 
@@ -237,7 +232,7 @@ class FailureMonitor:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         poll = select.poll()
         ranks = {pidfd: rank for rank, pidfd in self._pidfds.items()}
-        for fd in (self._wake, self._socket.fileno(), *ranks):
+        for fd in (self._wake, *self._mailbox.descriptors, *ranks):
             poll.register(fd, select.POLLIN)
         while not self._closing:
             ended = [fd for fd, _ in poll.poll(_TICK_SECONDS * 1000) if fd in ranks]
@@ -252,26 +247,11 @@ class FailureMonitor:
             self._end_after_grace()
 
     def _read_messages(self) -> None:
-        while True:
-            try:
-                data, ancillary, _, _ = self._socket.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
-            except BlockingIOError:
-                return
-            sender = self._sender(ancillary)
-            if sender is None:
-                continue  # the address is not secret; only ranks of this run are heard
-            message = json.loads(data)
+        for sender, message in self._mailbox.receive():
             if "reason" in message:
                 self._take(FailureNote(**message))
             else:
                 self._others[sender] = _Waiting(**message)
-
-    def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
-                return next((r.rank for r in self._neighbours.values() if (r.pid, r.uid) == (pid, uid)), None)
-        return None
 
     def _blame_the_dead(self) -> bool:
         if not self._dead:
@@ -284,7 +264,7 @@ class FailureMonitor:
     def _look_for_stopped_ranks(self) -> None:
         now = time.monotonic()
         for rank, pidfd in self._pidfds.items():
-            if not _is_stopped(self._neighbours[rank].pid):
+            if not is_stopped(self._neighbours[rank].pid):
                 self._stopped_since.pop(rank, None)
                 continue
             since = self._stopped_since.setdefault(rank, now)
@@ -304,7 +284,7 @@ class FailureMonitor:
         age = time.monotonic() - waiting.since
         if age > min(1.0, self._timeout / 4) and waiting.sequence != self._announced:
             self._announced = waiting.sequence
-            self._send({"sequence": waiting.sequence, "label": waiting.label})
+            self._mailbox.send({"sequence": waiting.sequence, "label": waiting.label})
         if age > self._timeout:
             late = self._late(waiting)
             self._give_up(late, f"did not reach {waiting.label} within {self._timeout:g} s{self._elsewhere(late)}")
@@ -337,7 +317,7 @@ class FailureMonitor:
 
     def _publish(self, note: FailureNote) -> None:
         if self._note is None:
-            self._send(asdict(note))
+            self._mailbox.send(asdict(note))
         self._take(note)
 
     def _take(self, note: FailureNote) -> None:
@@ -345,8 +325,7 @@ class FailureMonitor:
             return
         self._note = note
         self._known_since = time.monotonic()
-        waiting = self._waiting
-        error = RankFailure(note, waiting.label if waiting else "")
+        error = self._error(note)
         if note.rank != self._me.rank:
             _log.error("rank %d: %s", self._me.rank, error)
         self._failed.set()
@@ -354,6 +333,10 @@ class FailureMonitor:
             interrupt.set()
         for callback in self._callbacks:
             callback(error)
+
+    def _error(self, note: FailureNote) -> RankFailure:
+        waiting = self._waiting
+        return RankFailure(note, waiting.label if waiting else "")
 
     def _end_after_grace(self) -> None:
         if self._note is None or self._leaving or time.monotonic() - self._known_since < self._grace:
@@ -367,28 +350,8 @@ class FailureMonitor:
         sys.stderr.flush()
         os._exit(1)
 
-    # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _bind(self, group: RankGroup) -> tuple[socket.socket, dict[int, str]]:
-        address = f"\0ringstrategy-monitor-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        if self._neighbours:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            sock.bind(address)
-        addresses = group.exchange(address)
-        return sock, {rank: addresses[rank] for rank in self._neighbours}
-
-    def _send(self, message: dict[str, object]) -> None:
-        data = json.dumps(message).encode()
-        if len(data) > _MOST_BYTES:
-            data = json.dumps({k: v[:1000] if isinstance(v, str) else v for k, v in message.items()}).encode()
-        for address in self._addresses.values():
-            # A rank that is gone hears nothing; one whose buffer is full has heard.
-            with contextlib.suppress(OSError):
-                self._socket.sendto(data, address)
-
-
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a signal (not a debugger) has stopped the process; see proc_pid_stat(5)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -31,6 +33,7 @@ from ringstrategy.failure import FailureMonitor
 from ringstrategy.gradients.buckets import MIB
 from ringstrategy.gradients.reducer import GradientReducer
 from ringstrategy.process_group import RankGroup, check_same_parameters
+from ringstrategy.requeue import DeferredSignal
 
 __all__ = ["Communication", "RingDDPStrategy"]
 
@@ -151,6 +154,7 @@ class RingDDPStrategy(DDPStrategy):
         self._collective: Collective | None = None
         self._reducer: GradientReducer | None = None
         self._buffers: BufferSync | None = None
+        self._requeue: DeferredSignal | None = None
         self._evaluation_begins = False
         self._past = Communication()
 
@@ -251,9 +255,9 @@ class RingDDPStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._reducer is not None
         self._reducer.refresh()
-        if self._buffers is not None and self._monitor is not None and self.lightning_module is not None:
+        if self._buffers is not None and self._monitor is not None:
             with self._monitor.waiting("rank 0's buffers"):
-                self._buffers.before_training_step(self.lightning_module)
+                self._buffers.before_training_step()
         return super().training_step(*args, **kwargs)
 
     @override
@@ -284,8 +288,24 @@ class RingDDPStrategy(DDPStrategy):
         self._evaluation_begins = True
 
     @override
+    def on_train_start(self) -> None:
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and self._control is not None:
+            assert environment.requeue_signal is not None
+            handler = signal.getsignal(environment.requeue_signal)
+            if isinstance(handler, _lightning.SignalHandlers):  # and not one of the user's own
+                self._requeue = DeferredSignal(environment.requeue_signal, handler, self._control)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._requeue is not None:
+            self._requeue.handle()
+
+    @override
     def on_train_end(self) -> None:
         self._send_buffers()
+        if self._requeue is not None:
+            self._requeue.handle()
 
     def _before_evaluation_step(self) -> None:
         # In the first step and not at the start: callbacks that average weights put theirs in between.
@@ -362,8 +382,10 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._monitor is None:
+        if self._monitor is None or self._control is None:
             return tensor
+        if group in (None, dist.group.WORLD):
+            self._control.check_alike(tensor)
         with self._monitor.waiting("gathered tensors"):
             return _lightning.all_gather(tensor, group=group, sync_grads=sync_grads)
 
@@ -403,6 +425,7 @@ class RingDDPStrategy(DDPStrategy):
         if self._group is not None:
             self._group.close()
         self._reducer = self._collective = self._monitor = self._control = self._group = self._buffers = None
+        self._requeue = None
         super().teardown()
 
 

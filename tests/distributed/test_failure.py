@@ -231,7 +231,7 @@ def test_after_leaving_the_end_of_another_rank_is_no_failure() -> None:
 
 def _hear_strangers(rank: int, world_size: int) -> bool:
     group, monitor = monitor_of()
-    addresses = group.exchange(monitor._socket.getsockname())
+    addresses = group.exchange(monitor._mailbox.address)
     if rank == 0 and os.fork() == 0:
         note = b'{"rank": 1, "pid": 1, "host": "h", "where": "", "reason": "a stranger says so"}'
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(note, addresses[1])

@@ -138,8 +138,8 @@ def run_under(strategy: str, scenario: Callable[..., T], *args: Any) -> list[T]:
 
 def run_alone(scenario: Callable[..., T], *args: Any) -> T:
     """Run ``scenario(place, *args)`` in one process, on whole batches and without any strategy for several."""
-    ((result,),) = run_ranks(_run_under, 1, ("auto",), scenario, args, init=False)
-    return result
+    results: list[list[T]] = run_ranks(_run_under, 1, ("auto",), scenario, args, init=False)
+    return results[0][0]
 
 
 def _run_under(

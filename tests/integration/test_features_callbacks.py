@@ -58,9 +58,16 @@ class _Normalised(Logged):
         super().__init__(rank, normalised())
 
 
-@feature(_GROUP, "`StochasticWeightAveraging`", tried="from the third of five epochs, with BatchNorm, whose statistics it renews", outcome="same bits")
+@feature(
+    _GROUP,
+    "`StochasticWeightAveraging`",
+    tried="from the third of five epochs, with BatchNorm, whose statistics it renews",
+    outcome="same bits",
+)
 def test_stochastic_weight_averaging() -> None:
-    ours, theirs = fit_both(_Normalised, max_epochs=5, callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)])
+    ours, theirs = fit_both(
+        _Normalised, max_epochs=5, callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)]
+    )
     assert_same(ours, theirs)
 
 
@@ -76,7 +83,12 @@ def _fit_and_save(place: Place, decay: float | None, folder: Path) -> dict[str, 
     return {"trained": result_of(trainer, module), "tested": tested, "saved": saved}
 
 
-@feature(_GROUP, "`WeightAveraging`, `EMAWeightAveraging`", tried="parameters and buffers (BatchNorm) averaged, evaluated, saved in each of three epochs, tested", outcome="same bits, in the checkpoints too")
+@feature(
+    _GROUP,
+    "`WeightAveraging`, `EMAWeightAveraging`",
+    tried="parameters and buffers (BatchNorm) averaged, evaluated, saved in each of three epochs, tested",
+    outcome="same bits, in the checkpoints too",
+)
 @pytest.mark.parametrize("decay", [None, 0.8])
 def test_weight_averaging(decay: float | None, tmp_path: Path) -> None:
     ours, theirs = run_both(_fit_and_save, decay, tmp_path)
@@ -93,7 +105,12 @@ class _Turns(_Normalised):
         self.log("turning", abs(self.current_epoch - 2.0) + self.rank, sync_dist=True)
 
 
-@feature(_GROUP, "`EarlyStopping`", tried="a metric that turns in the third of eight epochs", outcome="both ranks stop after the same epoch as `ddp`; same bits")
+@feature(
+    _GROUP,
+    "`EarlyStopping`",
+    tried="a metric that turns in the third of eight epochs",
+    outcome="both ranks stop after the same epoch as `ddp`; same bits",
+)
 def test_early_stopping() -> None:
     ours, theirs = fit_both(_Turns, max_epochs=8, callbacks=[EarlyStopping("turning", patience=2)])
     assert_same(ours, theirs)
@@ -102,7 +119,9 @@ def test_early_stopping() -> None:
 
 def _fit_with_checkpoints(place: Place, folder: Path) -> dict[str, Any]:
     folder = folder / place.strategy
-    best = ModelCheckpoint(folder / "best", monitor="turning", save_top_k=2, filename="{epoch}-{turning:.1f}", save_last="link")
+    best = ModelCheckpoint(
+        folder / "best", monitor="turning", save_top_k=2, filename="{epoch}-{turning:.1f}", save_last="link"
+    )
     regular = ModelCheckpoint(folder / "regular", every_n_train_steps=4, save_top_k=-1, filename="{step}")
     module = _Turns(place.rank)
     trainer = place.trainer(max_epochs=4, callbacks=[best, regular], enable_checkpointing=True)
@@ -116,7 +135,12 @@ def _fit_with_checkpoints(place: Place, folder: Path) -> dict[str, Any]:
     }
 
 
-@feature(_GROUP, "`ModelCheckpoint`", tried="best two of four epochs with a link to the last, and every fourth step", outcome="the same files with the same bits")
+@feature(
+    _GROUP,
+    "`ModelCheckpoint`",
+    tried="best two of four epochs with a link to the last, and every fourth step",
+    outcome="the same files with the same bits",
+)
 def test_model_checkpoints(tmp_path: Path) -> None:
     ours, theirs = run_both(_fit_with_checkpoints, tmp_path)
     assert_same([rank["trained"] for rank in ours], [rank["trained"] for rank in theirs])
@@ -149,7 +173,12 @@ def _fit_logging(place: Place, folder: Path) -> tuple[Result, list[dict[str, str
     return result_of(trainer, module), rows, asked.call_count
 
 
-@feature(_GROUP, "`LearningRateMonitor`, `DeviceStatsMonitor`", tried="learning rate and momentum of `OneCycleLR` and invented statistics, in `CSVLogger`", outcome="the same log, written by rank 0 alone; same bits")
+@feature(
+    _GROUP,
+    "`LearningRateMonitor`, `DeviceStatsMonitor`",
+    tried="learning rate and momentum of `OneCycleLR` and invented statistics, in `CSVLogger`",
+    outcome="the same log, written by rank 0 alone; same bits",
+)
 def test_monitors(tmp_path: Path) -> None:
     ours, theirs = run_both(_fit_logging, tmp_path)
     assert_same([result for result, _, _ in ours], [result for result, _, _ in theirs])
@@ -189,7 +218,12 @@ class _BackboneWithoutStatistics(_Backbone):
         self.backbone = nn.Sequential(self.net.get_submodule("0"), nn.LayerNorm(6))
 
 
-@feature(_GROUP, "`BackboneFinetuning`", tried="backbone frozen for an epoch, then trained for two", outcome="ranks identical, within 1e-6 of one process")
+@feature(
+    _GROUP,
+    "`BackboneFinetuning`",
+    tried="backbone frozen for an epoch, then trained for two",
+    outcome="ranks identical, within 1e-6 of one process",
+)
 def test_a_backbone_that_is_unfrozen_is_averaged() -> None:
     options: dict[str, Any] = {"max_epochs": 3, "callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]}
     ours = fit_under("ring_ddp", _BackboneWithoutStatistics, **options)
@@ -197,16 +231,28 @@ def test_a_backbone_that_is_unfrozen_is_averaged() -> None:
     assert [rank.records["trainable"] for rank in ours] == [[False] * 6 + [True] * 12] * 2
 
 
-@feature(_GROUP, "`GradientAccumulationScheduler`", tried="windows of one, two and four batches in three epochs", outcome="same bits")
+@feature(
+    _GROUP,
+    "`GradientAccumulationScheduler`",
+    tried="windows of one, two and four batches in three epochs",
+    outcome="same bits",
+)
 def test_gradient_accumulation_scheduler() -> None:
     ours, theirs = fit_both(_Normalised, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})])
     assert_same(ours, theirs)
     assert ours[0].global_step == 6 + 3 + 2
 
 
-@feature(_GROUP, "`ModelPruning`", tried="half of the weights in two rounds, made permanent", outcome="same bits, as many zeros")
+@feature(
+    _GROUP,
+    "`ModelPruning`",
+    tried="half of the weights in two rounds, made permanent",
+    outcome="same bits, as many zeros",
+)
 def test_pruning() -> None:
-    pruning = ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"], use_lottery_ticket_hypothesis=False)
+    pruning = ModelPruning(
+        "l1_unstructured", amount=0.3, parameter_names=["weight"], use_lottery_ticket_hypothesis=False
+    )
     ours, theirs = fit_both(_Normalised, max_epochs=2, callbacks=[pruning])
     assert_same(ours, theirs)
     assert sum((tensor == 0).sum().item() for name, tensor in ours[0].state.items() if name.endswith("weight")) > 20
@@ -235,7 +281,12 @@ def _fit_timed(place: Place, seconds_per_batch: dict[int, int]) -> Result:
     return result_of(trainer, module)
 
 
-@feature(_GROUP, "`Timer`", tried="the clock of one rank is faster", outcome="rank 0's clock counts, as with `ddp`; same bits")
+@feature(
+    _GROUP,
+    "`Timer`",
+    tried="the clock of one rank is faster",
+    outcome="rank 0's clock counts, as with `ddp`; same bits",
+)
 @pytest.mark.parametrize(("seconds_per_batch", "steps"), [({0: 40, 1: 10}, 3), ({0: 20, 1: 80}, 5)])
 def test_timer(seconds_per_batch: dict[int, int], steps: int) -> None:
     ours, theirs = run_both(_fit_timed, seconds_per_batch)
@@ -252,7 +303,12 @@ def _fit_with_bar(place: Place, bar: Callback) -> tuple[Result, str]:
     return result_of(trainer, module), shown.getvalue()
 
 
-@feature(_GROUP, "`TQDMProgressBar`, `RichProgressBar`", tried="training with validation", outcome="shown by rank 0 alone; same bits")
+@feature(
+    _GROUP,
+    "`TQDMProgressBar`, `RichProgressBar`",
+    tried="training with validation",
+    outcome="shown by rank 0 alone; same bits",
+)
 @pytest.mark.parametrize("bar", [TQDMProgressBar(), RichProgressBar()], ids=["TQDM", "rich"])
 def test_progress_bars(bar: Callback) -> None:
     ours, theirs = run_both(_fit_with_bar, bar)
@@ -283,7 +339,12 @@ def _fit_copying(place: Place) -> tuple[Result, list[dict[str, Tensor]]]:
     return result_of(trainer, module), copies.copies
 
 
-@feature(_GROUP, "`copy.deepcopy` of the module in a callback", tried="after every batch; the copy goes backward and loses its weights", outcome="same bits in every copy, training is not disturbed")
+@feature(
+    _GROUP,
+    "`copy.deepcopy` of the module in a callback",
+    tried="after every batch; the copy goes backward and loses its weights",
+    outcome="same bits in every copy, training is not disturbed",
+)
 def test_copies_of_the_module() -> None:
     ours, theirs = run_both(_fit_copying)
     assert_same([result for result, _ in ours], [result for result, _ in theirs])

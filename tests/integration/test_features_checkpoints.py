@@ -12,9 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ringstrategy import AtomicCheckpointIO
@@ -62,7 +63,12 @@ def _save_in_background(place: Place, folder: Path, kind: str) -> dict[str, Any]
     }
 
 
-@feature(_GROUP, "`AsyncCheckpointIO`", tried="bare, around `AtomicCheckpointIO`, around a user's own; a save every second step", outcome="bare, it gets `AtomicCheckpointIO`; else what it was given; same bits in the files as `ddp`")
+@feature(
+    _GROUP,
+    "`AsyncCheckpointIO`",
+    tried="bare, around `AtomicCheckpointIO`, around a user's own; a save every second step",
+    outcome="bare, it gets `AtomicCheckpointIO`; else what it was given; same bits in the files as `ddp`",
+)
 @pytest.mark.parametrize("kind", ["bare", "atomic", "own"])
 def test_saving_in_the_background(kind: str, tmp_path: Path) -> None:
     ours, theirs = run_both(_save_in_background, tmp_path, kind)
@@ -88,7 +94,7 @@ class _Fails(_Normalised):
 
 
 def _fail_and_save(place: Place, folder: Path, failing: set[int]) -> None:
-    trainer = place.trainer(callbacks=[OnExceptionCheckpoint(folder)])
+    trainer = place.trainer(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
     trainer.fit(_Fails(place.rank, failing), place.shard())
 
 
@@ -99,7 +105,12 @@ def _fit_three_steps(place: Place) -> Result:
     return result_of(trainer, module)
 
 
-@feature(_GROUP, "`OnExceptionCheckpoint`", tried="an exception in the fourth step, on both ranks, on rank 0, on rank 1", outcome="the run ends with the exception; the file holds the parameters of three steps")
+@feature(
+    _GROUP,
+    "`OnExceptionCheckpoint`",
+    tried="an exception in the fourth step, on both ranks, on rank 0, on rank 1",
+    outcome="the run ends with the exception; the file holds the parameters of three steps",
+)
 @pytest.mark.parametrize("failing", [{0, 1}, {0}, {1}], ids=["both ranks", "rank 0", "rank 1"])
 def test_saving_on_an_exception(failing: set[int], tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="ValueError: no luck on rank") as raised:
@@ -114,24 +125,20 @@ def test_saving_on_an_exception(failing: set[int], tmp_path: Path) -> None:
 
 
 class _Requeued(_Normalised):
-    """SLURM's signal comes in the third batch, to one rank a moment later than to the other."""
+    """SLURM's signal comes before one of the batches, or to this rank never."""
 
-    def __init__(self, rank: int, delays: dict[int, float]) -> None:
+    def __init__(self, rank: int, batch_of_rank: dict[int, int]) -> None:
         super().__init__(rank)
-        self._delay = delays.get(rank)
+        self._batch = batch_of_rank.get(rank)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and self._delay is not None:
-            if self._delay:
-                self._timer = threading.Timer(self._delay, os.kill, (os.getpid(), signal.SIGUSR1))
-                self._timer.start()
-            else:
-                os.kill(os.getpid(), signal.SIGUSR1)
+        if batch_idx == self._batch:
+            os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _requeue(place: Place, folder: Path, delays: dict[int, float]) -> tuple[Result, list[str]]:
+def _requeue(place: Place, folder: Path, batch_of_rank: dict[int, int]) -> tuple[Result, list[str]]:
     folder = folder / place.strategy
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     scontrol = folder.parent / "scontrol"
     if place.rank == 0:
         scontrol.write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
@@ -159,24 +166,40 @@ def _requeue(place: Place, folder: Path, delays: dict[int, float]) -> tuple[Resu
         "default_root_dir": folder,
     }
     first = pl.Trainer(**options, max_epochs=1)
+    assert isinstance(first.strategy, DDPStrategy)
     assert isinstance(first.strategy.cluster_environment, SLURMEnvironment)
-    first.fit(_Requeued(place.rank, delays), place.shard())
+    first.fit(_Requeued(place.rank, batch_of_rank), place.shard())
     module = _Normalised(place.rank + 5)
     second = pl.Trainer(**options, max_epochs=2)
     second.fit(module, place.shard())
     return result_of(second, module), (folder / "requeued").read_text().splitlines()
 
 
-@feature(_GROUP, "SLURM requeue signal", tried="SIGUSR1 to both ranks in the third batch under SLURM's variables and a made-up `scontrol`, then a second job", outcome="same bits")
+@feature(
+    _GROUP,
+    "SLURM requeue signal",
+    tried="SIGUSR1 to both ranks before the third batch, under SLURM's variables and a made-up `scontrol`, then a second job",
+    outcome="same bits",
+)
 def test_requeueing(tmp_path: Path) -> None:
-    ours, theirs = run_both(_requeue, tmp_path, {0: 0.0, 1: 0.0})
+    ours, theirs = run_both(_requeue, tmp_path, {0: 2, 1: 2})
     assert_same([result for result, _ in ours], [result for result, _ in theirs])
     assert [requeued for _, requeued in ours] == [["requeue 4711"]] * 2
 
 
-@feature(_GROUP, "SLURM requeue signal", tried="SIGUSR1 to one rank half a second after the other", outcome="saved once, ranks identical")
-@pytest.mark.parametrize("delays", [{0: 0.0, 1: 0.5}, {0: 0.5, 1: 0.0}, {0: 0.0}, {1: 0.0}])
-def test_requeueing_when_the_signal_is_late(delays: dict[int, float], tmp_path: Path) -> None:
-    ours = run_under("ring_ddp", _requeue, tmp_path, delays)
-    assert ours[0][1] == ["requeue 4711"]
-    assert_same([result for result, _ in ours], ours[0][0])
+def _requeue_each(place: Place, folder: Path, cases: list[dict[int, int]]) -> list[tuple[Result, list[str]]]:
+    return [_requeue(place, folder / str(index), case) for index, case in enumerate(cases)]
+
+
+@feature(
+    _GROUP,
+    "SLURM requeue signal, not at once",
+    tried="to one rank a batch later than to the other, or never",
+    outcome="saved and requeued once; same bits as above",
+)
+def test_requeueing_when_ranks_hear_of_it_apart(tmp_path: Path) -> None:
+    ours = run_under("ring_ddp", _requeue_each, tmp_path, [{0: 2, 1: 2}, {0: 2, 1: 3}, {0: 3, 1: 2}, {0: 2}, {1: 2}])
+    (expected, _) = ours[0][0]
+    for of_ranks in zip(*ours, strict=True):
+        assert_same([result for result, _ in of_ranks], expected)
+        assert [requeued for _, requeued in of_ranks] == [["requeue 4711"]] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.helpers.assertions import assert_ranks_identical
 from tests.helpers.compare import Logged, Place, Result, assert_same, fit, fit_both, normalised, result_of, run_both
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression, data
@@ -60,7 +58,12 @@ def _fit_each(place: Place, runs: list[dict[str, Any]]) -> list[Result]:
     return [fit(place, _Normalised, options) for options in runs]
 
 
-@feature(_GROUP, ", ".join(f"`{name}`" for name in dict.fromkeys(flag.split(",")[0] for flag in _FLAGS)), tried="each by itself, in training with validation", outcome="same bits, same batches")
+@feature(
+    _GROUP,
+    ", ".join(f"`{name}`" for name in dict.fromkeys(flag.split(",")[0] for flag in _FLAGS)),
+    tried="each by itself, in training with validation",
+    outcome="same bits, same batches",
+)
 def test_flags_of_the_trainer() -> None:
     ours, theirs = run_both(_fit_each, [options for options, _ in _FLAGS.values()])
     for index, (name, (_, steps)) in enumerate(_FLAGS.items()):
@@ -99,7 +102,9 @@ def test_barebones() -> None:
 
 def _fit_barebones(place: Place) -> Result:
     module = _Silent(place.rank)
-    unset = {name: None for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")}
+    unset = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
+    )
     trainer = place.trainer(barebones=True, **unset)
     assert trainer.barebones
     trainer.fit(module, place.shard())
@@ -113,7 +118,12 @@ class _ReadsItsStatistics(_Normalised):
         self.net.get_submodule("3").train(batch_idx % 2 == 0)
 
 
-@feature(_GROUP, "`inference_mode`", tried="on and off, validation between the steps, buffers read in training", outcome="same bits; on gloo Lightning takes `no_grad` either way")
+@feature(
+    _GROUP,
+    "`inference_mode`",
+    tried="on and off, validation between the steps, buffers read in training",
+    outcome="same bits; on gloo Lightning takes `no_grad` either way",
+)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_inference_mode(inference_mode: bool) -> None:
     ours, theirs = fit_both(_ReadsItsStatistics, inference_mode=inference_mode, val_check_interval=2)
@@ -138,7 +148,12 @@ def _resume(place: Place, folder: Path) -> dict[str, Result]:
     return results | {"unbroken": fit(place, _Normalised, {"max_epochs": 2})}
 
 
-@feature(_GROUP, "`ckpt_path`", tried="an epoch, a checkpoint, another epoch, the second also with the other strategy", outcome="same bits as two epochs in one go")
+@feature(
+    _GROUP,
+    "`ckpt_path`",
+    tried="an epoch, a checkpoint, another epoch, the second also with the other strategy",
+    outcome="same bits as two epochs in one go",
+)
 def test_resuming(tmp_path: Path) -> None:
     ours, theirs = run_both(_resume, tmp_path)
     for saved_by in ("ring_ddp", "ddp"):
@@ -184,7 +199,12 @@ def _fit_combined(place: Place, mode: Any) -> Result:
     return result_of(trainer, module)
 
 
-@feature(_GROUP, "`CombinedLoader`", tried="two loaders of unlike length, `min_size`, `max_size_cycle`, `max_size`", outcome="same bits")
+@feature(
+    _GROUP,
+    "`CombinedLoader`",
+    tried="two loaders of unlike length, `min_size`, `max_size_cycle`, `max_size`",
+    outcome="same bits",
+)
 @pytest.mark.parametrize(("mode", "sources"), [
     ("min_size", [2, 2]),
     ("max_size_cycle", [2, 2, 2, 2, 2, 2]),
@@ -228,10 +248,21 @@ class _Writer(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self._folder, self._rank = folder, rank
 
-    def write_on_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def write_on_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
         torch.save(prediction, self._folder / f"batch-{self._rank}-{batch_idx}.pt")
 
-    def write_on_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Any, batch_indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Any, batch_indices: Any
+    ) -> None:
         torch.save(predictions, self._folder / f"epoch-{self._rank}.pt")
 
 
@@ -246,7 +277,12 @@ def _fit_and_predict(place: Place, folder: Path) -> tuple[list[Tensor], list[Ten
     return predictions, by_batch, torch.load(folder / f"epoch-{place.rank}.pt")
 
 
-@feature(_GROUP, "`predict`, `BasePredictionWriter`", tried="returned, and written per batch and epoch, after training with BatchNorm", outcome="same bits on each rank")
+@feature(
+    _GROUP,
+    "`predict`, `BasePredictionWriter`",
+    tried="returned, and written per batch and epoch, after training with BatchNorm",
+    outcome="same bits on each rank",
+)
 def test_predictions(tmp_path: Path) -> None:
     for ours, theirs in zip(*run_both(_fit_and_predict, tmp_path), strict=True):
         assert len(ours[0]) == 6
@@ -268,7 +304,12 @@ def _use_one_trainer_for_all(place: Place) -> dict[str, Any]:
     return {"first": first, "second": result_of(trainer, module), "metrics": [untrained, validated, tested]}
 
 
-@feature(_GROUP, "`validate`, `fit`, `validate`, `test`, `fit` with one Trainer", tried="three epochs in two fits", outcome="same bits")
+@feature(
+    _GROUP,
+    "`validate`, `fit`, `validate`, `test`, `fit` with one Trainer",
+    tried="three epochs in two fits",
+    outcome="same bits",
+)
 def test_one_trainer_for_several_stages() -> None:
     ours, theirs = run_both(_use_one_trainer_for_all)
     for name, steps in (("first", 6), ("second", 18)):

@@ -81,7 +81,12 @@ def _fit_recomputing(place: Place, reentrant: list[bool | None]) -> list[Result]
     return [fit(place, partial(_Recomputes, reentrant=r, step=step), options) for r in reentrant for step in _STEPS]
 
 
-@feature(_GROUP, "Gradient checkpointing", tried="reentrant and not, a block used twice, automatic and manual optimisation, plain `loss.backward()`", outcome="ranks identical, within 1e-6 of one process that keeps its activations")
+@feature(
+    _GROUP,
+    "Gradient checkpointing",
+    tried="reentrant and not, a block used twice, automatic and manual optimisation, plain `loss.backward()`",
+    outcome="ranks identical, within 1e-6 of one process that keeps its activations",
+)
 def test_gradient_checkpointing() -> None:
     ours = run_under("ring_ddp", _fit_recomputing, [True, False])
     alone = run_alone(_fit_recomputing, [None])
@@ -113,7 +118,12 @@ def _fit_with_buffers(place: Place, broadcast: bool) -> Result:
     return result_of(trainer, module)
 
 
-@feature(_GROUP, "`broadcast_buffers`", tried="on and off, BatchNorm in training and in evaluation mode batch by batch, a buffer that scales the loss", outcome="same bits; off, each rank keeps its own buffers as with `ddp`")
+@feature(
+    _GROUP,
+    "`broadcast_buffers`",
+    tried="on and off, BatchNorm in training and in evaluation mode batch by batch, a buffer that scales the loss",
+    outcome="same bits; off, each rank keeps its own buffers as with `ddp`",
+)
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers(broadcast: bool) -> None:
     ours, theirs = run_both(_fit_with_buffers, broadcast)
@@ -140,7 +150,12 @@ class _Convolutional(Regression):
         self.record("strides", [p.grad.stride() == p.stride() for p in self.parameters() if p.grad is not None])
 
 
-@feature(_GROUP, "`channels_last` parameters", tried="convolutions and BatchNorm", outcome="same bits, gradients have the strides of their parameters")
+@feature(
+    _GROUP,
+    "`channels_last` parameters",
+    tried="convolutions and BatchNorm",
+    outcome="same bits, gradients have the strides of their parameters",
+)
 def test_channels_last() -> None:
     ours, theirs = fit_both(_Convolutional, limit_val_batches=0)
     assert_same(ours, theirs)
@@ -173,7 +188,12 @@ def _fit_nothing(place: Place) -> list[Result]:
     return [fit(place, partial(_NothingToTrain, empty=empty), {}) for empty in (False, True)]
 
 
-@feature(_GROUP, "Nothing to train", tried="all parameters frozen, or none at all, no optimizer", outcome="metrics within 1e-6 of one process (`ddp` refuses)")
+@feature(
+    _GROUP,
+    "Nothing to train",
+    tried="all parameters frozen, or none at all, no optimizer",
+    outcome="metrics within 1e-6 of one process (`ddp` refuses)",
+)
 def test_nothing_to_train() -> None:
     ours = run_under("ring_ddp", _fit_nothing)
     for index, alone in enumerate(run_alone(_fit_nothing)):
@@ -214,7 +234,9 @@ class _GathersAlone(Regression):
         return F.mse_loss(outputs, batch[1]) + outputs.mean(dim=0).square().sum()
 
 
-@feature(_GROUP, "`self.all_gather(sync_grads=True)`", tried="a loss over the outputs of all ranks", outcome="same bits")
+@feature(
+    _GROUP, "`self.all_gather(sync_grads=True)`", tried="a loss over the outputs of all ranks", outcome="same bits"
+)
 def test_gathering_with_gradients() -> None:
     ours, theirs = fit_both(_Gathers, limit_val_batches=0)
     assert_same(ours, theirs)
@@ -258,7 +280,12 @@ def _fit_architectures(place: Place) -> list[Result]:
     return results
 
 
-@feature(_GROUP, "Tied weights, `weight_norm`, `spectral_norm`, attention, LSTM, dropout", tried="three networks", outcome="same bits")
+@feature(
+    _GROUP,
+    "Tied weights, `weight_norm`, `spectral_norm`, attention, LSTM, dropout",
+    tried="three networks",
+    outcome="same bits",
+)
 def test_architectures() -> None:
     for of_ours, of_theirs in zip(*(zip(*ranks, strict=True) for ranks in run_both(_fit_architectures)), strict=True):
         assert_same(of_ours, of_theirs)

@@ -42,7 +42,12 @@ def _fit_each_optimizer(place: Place) -> list[Result]:
     return [fit(place, partial(_NotesNorms, optimizer=make), {}) for make in _OPTIMIZERS.values()]
 
 
-@feature(_GROUP, ", ".join(f"`{name}`" for name in _OPTIMIZERS), tried="six steps each, norms of gradients logged with `grad_norm`", outcome="same bits")
+@feature(
+    _GROUP,
+    ", ".join(f"`{name}`" for name in _OPTIMIZERS),
+    tried="six steps each, norms of gradients logged with `grad_norm`",
+    outcome="same bits",
+)
 def test_optimizers() -> None:
     ours, theirs = run_both(_fit_each_optimizer)
     for of_ours, of_theirs in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
@@ -54,7 +59,12 @@ def _lbfgs(parameters: Iterable[nn.Parameter], line_search: str | None) -> torch
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn=line_search)
 
 
-@feature(_GROUP, "`LBFGS`", tried="four iterations a step, without a line search", outcome="ranks identical, within 1e-5 of one process")
+@feature(
+    _GROUP,
+    "`LBFGS`",
+    tried="four iterations a step, without a line search",
+    outcome="ranks identical, within 1e-5 of one process",
+)
 def test_lbfgs() -> None:
     build = partial(Regression, optimizer=partial(_lbfgs, line_search=None))
     ours = fit_under("ring_ddp", build, limit_val_batches=0)
@@ -68,7 +78,12 @@ class _NotesLosses(Regression):
         return loss
 
 
-@feature(_GROUP, "`LBFGS` with `strong_wolfe`", tried="ranks must evaluate equally often", outcome="ranks identical, last loss within 1e-2 of one process")
+@feature(
+    _GROUP,
+    "`LBFGS` with `strong_wolfe`",
+    tried="ranks must evaluate equally often",
+    outcome="ranks identical, last loss within 1e-2 of one process",
+)
 def test_lbfgs_with_a_line_search() -> None:
     build = partial(_NotesLosses, optimizer=partial(_lbfgs, line_search="strong_wolfe"))
     ours = fit_under("ring_ddp", build, limit_val_batches=0)
@@ -120,7 +135,13 @@ def _every_second_step(optimizer: Any) -> Any:
     return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step", "frequency": 2}
 
 
-_SCHEDULES = [(_step_lr, False, 5), (_one_cycle, False, 30), (_on_plateau, False, None), (_every_second_step, False, 15), (_step_lr, True, 30)]
+_SCHEDULES = [
+    (_step_lr, False, 5),
+    (_one_cycle, False, 30),
+    (_on_plateau, False, None),
+    (_every_second_step, False, 15),
+    (_step_lr, True, 30),
+]
 
 
 def _fit_each_schedule(place: Place) -> list[Result]:
@@ -130,7 +151,12 @@ def _fit_each_schedule(place: Place) -> list[Result]:
     ]
 
 
-@feature(_GROUP, "Learning rate schedules", tried="per epoch, per step, every second step, `ReduceLROnPlateau`, by hand", outcome="same rates, same bits")
+@feature(
+    _GROUP,
+    "Learning rate schedules",
+    tried="per epoch, per step, every second step, `ReduceLROnPlateau`, by hand",
+    outcome="same rates, same bits",
+)
 def test_learning_rate_schedules() -> None:
     ours, theirs = run_both(_fit_each_schedule)
     for index, (schedule, _, rates) in enumerate(_SCHEDULES):
@@ -158,7 +184,9 @@ class _ClipsByHand(_NotesNorms):
 
 
 class _ClipsInTheHook(_NotesNorms):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.025, gradient_clip_algorithm="norm")
 
 
@@ -187,7 +215,12 @@ def _fit_each_clipping(place: Place) -> list[Result]:
     return [fit(place, build, options) for build, options in _CLIPPING]
 
 
-@feature(_GROUP, "Gradient clipping", tried="by norm and by value, in 32 bit, `bf16-mixed`, `64-true`, after accumulation, in `configure_gradient_clipping`, with `self.clip_gradients` in manual optimisation", outcome="same bits")
+@feature(
+    _GROUP,
+    "Gradient clipping",
+    tried="by norm and by value, in 32 bit, `bf16-mixed`, `64-true`, after accumulation, in `configure_gradient_clipping`, with `self.clip_gradients` in manual optimisation",
+    outcome="same bits",
+)
 def test_gradient_clipping() -> None:
     ours, theirs = run_both(_fit_each_clipping)
     for index, (build, options) in enumerate(_CLIPPING):
@@ -205,7 +238,8 @@ class _TwoOptimizers(Logged):
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         self.toggle_optimizer(first)
         self.manual_backward(self.loss(batch))
         first.step()
@@ -223,7 +257,12 @@ class _TwoOptimizers(Logged):
         return [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters(), lr=0.01)]
 
 
-@feature(_GROUP, "Several optimizers", tried="manual optimisation, toggled, one of them accumulates over two batches", outcome="within 1e-6 of one process, ranks identical (`ddp` needs `find_unused_parameters`)")
+@feature(
+    _GROUP,
+    "Several optimizers",
+    tried="manual optimisation, toggled, one of them accumulates over two batches",
+    outcome="within 1e-6 of one process, ranks identical (`ddp` needs `find_unused_parameters`)",
+)
 def test_several_optimizers() -> None:
     ours, theirs = run_both(fit, _TwoOptimizers, {}, theirs="ddp_find_unused_parameters_true")
     assert_same(ours, fit_alone(_TwoOptimizers), tolerance=1e-6)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from tests.helpers.compare import Logged, Place, Result, assert_same, fit_both, normalised, result_of, run_both
 from tests.helpers.features import feature
@@ -23,12 +22,24 @@ class _NotesTypes(Logged):
         super().__init__(rank, normalised())
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.record("type of gradients", {parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None})
+        self.record(
+            "type of gradients", {parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None}
+        )
         self.record("precision", self.trainer.precision)
 
 
-@feature(_GROUP, "`32-true`, `bf16-mixed`, `bf16-true`, `16-true`, `64-true`", tried="six steps, validation", outcome="same bits")
-@feature(_GROUP, "`16-mixed` on CPU", tried="six steps", outcome="Lightning takes `bf16-mixed` instead, as with `ddp`; same bits")
+@feature(
+    _GROUP,
+    "`32-true`, `bf16-mixed`, `bf16-true`, `16-true`, `64-true`",
+    tried="six steps, validation",
+    outcome="same bits",
+)
+@feature(
+    _GROUP,
+    "`16-mixed` on CPU",
+    tried="six steps",
+    outcome="Lightning takes `bf16-mixed` instead, as with `ddp`; same bits",
+)
 @pytest.mark.parametrize(("precision", "used", "dtype"), [
     ("32-true", "32-true", torch.float32),
     ("64-true", "64-true", torch.float64),
@@ -54,6 +65,7 @@ class _OverflowsOnRank1(Logged):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         plugin = self.trainer.precision_plugin
         assert isinstance(plugin, MixedPrecision)
+        assert plugin.scaler is not None
         self.record("scale", plugin.scaler.get_scale())
 
 
@@ -66,8 +78,45 @@ def _train_with_scaler(place: Place, clip: float | None) -> Result:
     return result_of(trainer, module)
 
 
+@feature(
+    _GROUP,
+    "`MixedPrecision` with a `GradScaler`",
+    tried="float16 autocast on CPU, one gradient of rank 1 overflows; with and without clipping",
+    outcome="both ranks skip the step and halve the scale; same bits",
+)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_gradient_scaler_skips_the_step_on_all_ranks(clip: float | None) -> None:
     ours, theirs = run_both(_train_with_scaler, clip)
     assert_same(ours, theirs)
-    print(ours[0].records)
+    assert [rank.records["scale"] for rank in ours] == [[1024.0] * 2 + [512.0] * 4] * 2
+
+
+def _fit_compiled(place: Place, backend: str, whole: bool) -> Result:
+    inductor_config.compile_threads = 1  # in this process, and not in a pool that outlives the test
+    torch._dynamo.reset()
+    module = _NotesTypes(place.rank)
+    if not whole:
+        module.net.compile(backend=backend)
+    trainer = place.trainer()
+    trainer.fit(torch.compile(module, backend=backend) if whole else module, place.shard(), place.shard())
+    counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    module.record("compiled", counted > 0)
+    return result_of(trainer, module)
+
+
+@feature(
+    _GROUP,
+    "`torch.compile`",
+    tried="the whole LightningModule, or its network alone, with `aot_eager` and with `inductor`",
+    outcome="same bits with `aot_eager`, within 1e-6 with `inductor`",
+)
+@pytest.mark.parametrize(("backend", "whole", "tolerance"), [
+    ("aot_eager", True, 0.0),
+    ("aot_eager", False, 0.0),
+    pytest.param("inductor", True, 1e-6, marks=pytest.mark.slow),
+    pytest.param("inductor", False, 1e-6, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_compiled_modules(backend: str, whole: bool, tolerance: float) -> None:
+    ours, theirs = run_both(_fit_compiled, backend, whole)
+    assert_same(ours, theirs, tolerance)
+    assert all(rank.records["compiled"] == [True] for rank in ours)

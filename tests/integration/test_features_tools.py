@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +45,12 @@ def _fit_profiled(place: Place, kind: str, folder: Path) -> tuple[Result, str]:
     return result_of(trainer, module), "".join(path.read_text() for path in folder.glob(f"*profile-{place.rank}*.txt"))
 
 
-@feature(_GROUP, "`SimpleProfiler`, `AdvancedProfiler`, `PyTorchProfiler`", tried="training with validation", outcome="same bits, each rank reports its steps")
+@feature(
+    _GROUP,
+    "`SimpleProfiler`, `AdvancedProfiler`, `PyTorchProfiler`",
+    tried="training with validation",
+    outcome="same bits, each rank reports its steps",
+)
 @pytest.mark.parametrize(("kind", "action"), [
     ("simple", "run_training_batch"),
     ("advanced", "run_training_batch"),
@@ -94,7 +99,12 @@ def _find_learning_rate(place: Place, folder: Path) -> dict[str, Any]:
     }
 
 
-@feature(_GROUP, "`Tuner.lr_find`", tried="twenty rates, then training with the one it suggests", outcome="same losses, same suggestion, weights put back, same bits after training")
+@feature(
+    _GROUP,
+    "`Tuner.lr_find`",
+    tried="twenty rates, then training with the one it suggests",
+    outcome="same losses, same suggestion, weights put back, same bits after training",
+)
 def test_finding_a_learning_rate(tmp_path: Path) -> None:
     ours, theirs = run_both(_find_learning_rate, tmp_path)
     assert_same([rank["trained"] for rank in ours], [rank["trained"] for rank in theirs])
@@ -112,7 +122,12 @@ def _find_batch_size(place: Place) -> str:
     return str(refusal.value)
 
 
-@feature(_GROUP, "`Tuner.scale_batch_size`", tried="on two ranks", outcome="Lightning refuses all distributed strategies, with the words that `ddp` gets")
+@feature(
+    _GROUP,
+    "`Tuner.scale_batch_size`",
+    tried="on two ranks",
+    outcome="Lightning refuses all distributed strategies, with the words that `ddp` gets",
+)
 def test_finding_a_batch_size_is_refused() -> None:
     ours, theirs = run_both(_find_batch_size)
     assert ours == theirs
@@ -135,7 +150,12 @@ def _fit_logged(place: Place, folder: Path) -> tuple[Result, dict[str, list[tupl
     return result, scalars, rows
 
 
-@feature(_GROUP, "`TensorBoardLogger`, `CSVLogger`", tried="both at once, two epochs", outcome="the same values at the same steps, written by rank 0 alone; same bits")
+@feature(
+    _GROUP,
+    "`TensorBoardLogger`, `CSVLogger`",
+    tried="both at once, two epochs",
+    outcome="the same values at the same steps, written by rank 0 alone; same bits",
+)
 def test_loggers(tmp_path: Path) -> None:
     ours, theirs = run_both(_fit_logged, tmp_path)
     assert_same([result for result, _, _ in ours], [result for result, _, _ in theirs])
@@ -182,14 +202,21 @@ def _log_everywhere(place: Place) -> dict[str, Any]:
     return {"fitted": fitted, "evaluated": [validated, tested], "logged": dict(trainer.logged_metrics)}
 
 
-@feature(_GROUP, "`self.log(..., sync_dist=True)`", tried="training, validation with two loaders, test; mean, sum, max, min, per step, per epoch, numbers, `log_dict`, `rank_zero_only`", outcome="same values, on both ranks")
+@feature(
+    _GROUP,
+    "`self.log(..., sync_dist=True)`",
+    tried="training, validation with two loaders, test; mean, sum, max, min, per step, per epoch, numbers, `log_dict`, `rank_zero_only`",
+    outcome="same values, on both ranks",
+)
 def test_logging_in_every_stage() -> None:
     ours, theirs = run_both(_log_everywhere)
     assert_same([rank["fitted"] for rank in ours], [rank["fitted"] for rank in theirs])
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our["evaluated"], their["evaluated"], rtol=0, atol=0)
         torch.testing.assert_close(our["fitted"].metrics, their["fitted"].metrics, rtol=0, atol=0)
-    synced = [{n: v for n, v in rank["fitted"].metrics.items() if "local" not in n and "zero" not in n} for rank in ours]
+    synced = [
+        {n: v for n, v in rank["fitted"].metrics.items() if "local" not in n and "zero" not in n} for rank in ours
+    ]
     assert_ranks_identical(synced)
     assert len(synced[0]) == 10 + 2 * 9
 
@@ -220,7 +247,12 @@ def _measure(place: Place) -> Result:
     return fit(place, _Measures, {"max_epochs": 2})
 
 
-@feature(_GROUP, "torchmetrics objects", tried="accuracy, mean and sum, logged per epoch", outcome="within 1e-6 of one process, same bits as `ddp`")
+@feature(
+    _GROUP,
+    "torchmetrics objects",
+    tried="accuracy, mean and sum, logged per epoch",
+    outcome="within 1e-6 of one process, same bits as `ddp`",
+)
 def test_torchmetrics() -> None:
     ours, theirs = run_both(_measure)
     assert_same(ours, theirs)

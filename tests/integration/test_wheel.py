@@ -80,6 +80,7 @@ def test_an_installed_package_lists_its_recipes(site: Path, tmp_path: Path) -> N
     assert "digits" in _command(site, tmp_path, "recipes").stdout
 
 
+@pytest.mark.slow
 def test_an_installed_package_trains_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     limits = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
     _command(site, tmp_path, "run", "digits", "--trainer.max_epochs=1", *limits)
