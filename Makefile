@@ -19,6 +19,11 @@ $(VENV)/.dev: pyproject.toml
 	$(PIP) install --editable '.[dev]'
 	touch $@ $(VENV)/.recipes
 
+$(VENV)/.docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --editable '.[docs]'
+	touch $@
+
 venv: $(VENV)/.recipes  ## make .venv with the package and what the recipes need
 
 train: venv  ## train the digits classifier with 2 ranks
@@ -35,5 +40,8 @@ test: lint  ## lint, types, and the suite without the long matrices
 test-all: lint  ## everything, with the fault and launch matrices
 	$(BIN)/python -m pytest
 
+docs: $(VENV)/.docs  ## build the pages into docs/_build; a warning is an error
+	$(BIN)/sphinx-build -W -b html docs docs/_build
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -20,6 +20,7 @@ from tests.helpers.trainers import STRATEGY, trainer_on_rank
 
 __all__ = [
     "Logged",
+    "Normalised",
     "Place",
     "Result",
     "assert_same",
@@ -111,6 +112,13 @@ class Logged(Regression):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         prediction: Tensor = self.net(batch[0])
         return prediction
+
+
+class Normalised(Logged):
+    """The same with a BatchNorm."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, normalised())
 
 
 def run_both(

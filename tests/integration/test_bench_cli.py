@@ -72,9 +72,10 @@ def test_train_step_measures_each_strategy(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_train_step_of_a_convolutional_network_with_every_variant(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_train_step_of_a_convolutional_network_with_variants_in_two_rounds(tmp_path: Path) -> None:
     rows_file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    strategies = ["ring_ddp", "ring_ddp+release", "ddp", "ddp+keep", "none", "none+keep"]
+    strategies = ["ring_ddp+release", "ddp", "ddp+keep"]
     words = f"bench train-step --model mobilenet_v3_small --batch-size 2 --strategies {','.join(strategies)}"
     words += " --steps 3 --warmup 2 --rounds 2"
     assert main([*words.split(), "--json", str(rows_file), "--plot", str(picture)]) == 0

@@ -19,17 +19,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ringstrategy import AtomicCheckpointIO
-from tests.helpers.compare import Logged, Place, Result, assert_same, normalised, result_of, run_both, run_under
+from tests.helpers.compare import Normalised, Place, Result, assert_same, result_of, run_both, run_under
 from tests.helpers.features import feature
 from tests.helpers.models import Batch
 from tests.helpers.ranks import RanksFailedError
 
 _GROUP = "Checkpoints"
-
-
-class _Normalised(Logged):
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, normalised())
 
 
 class _OwnCheckpointIO(TorchCheckpointIO):
@@ -52,7 +47,7 @@ def _save_in_background(place: Place, folder: Path, kind: str) -> dict[str, Any]
     folder = folder / place.strategy
     io = AsyncCheckpointIO(base)
     saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    module = _Normalised(place.rank)
+    module = Normalised(place.rank)
     trainer = place.trainer(plugins=[io], callbacks=[saving], enable_checkpointing=True)
     trainer.fit(module, place.shard())
     return {
@@ -82,7 +77,7 @@ def test_saving_in_the_background(kind: str, tmp_path: Path) -> None:
         assert checkpoint.get("saved in background") == (True if kind == "atomic" else None)
 
 
-class _Fails(_Normalised):
+class _Fails(Normalised):
     def __init__(self, rank: int, failing: set[int]) -> None:
         super().__init__(rank)
         self._failing = failing
@@ -99,7 +94,7 @@ def _fail_and_save(place: Place, folder: Path, failing: set[int]) -> None:
 
 
 def _fit_three_steps(place: Place) -> Result:
-    module = _Normalised(place.rank)
+    module = Normalised(place.rank)
     trainer = place.trainer(limit_train_batches=3)
     trainer.fit(module, place.shard())
     return result_of(trainer, module)
@@ -124,7 +119,7 @@ def test_saving_on_an_exception(failing: set[int], tmp_path: Path) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-class _Requeued(_Normalised):
+class _Requeued(Normalised):
     """SLURM's signal comes before one of the batches, or to this rank never."""
 
     def __init__(self, rank: int, batch_of_rank: dict[int, int]) -> None:
@@ -169,7 +164,7 @@ def _requeue(place: Place, folder: Path, batch_of_rank: dict[int, int]) -> tuple
     assert isinstance(first.strategy, DDPStrategy)
     assert isinstance(first.strategy.cluster_environment, SLURMEnvironment)
     first.fit(_Requeued(place.rank, batch_of_rank), place.shard())
-    module = _Normalised(place.rank + 5)
+    module = Normalised(place.rank + 5)
     second = pl.Trainer(**options, max_epochs=2)
     second.fit(module, place.shard())
     return result_of(second, module), (folder / "requeued").read_text().splitlines()
@@ -178,7 +173,8 @@ def _requeue(place: Place, folder: Path, batch_of_rank: dict[int, int]) -> tuple
 @feature(
     _GROUP,
     "SLURM requeue signal",
-    tried="SIGUSR1 to both ranks before the third batch, under SLURM's variables and a made-up `scontrol`, then a second job",
+    tried="SIGUSR1 to both ranks before the third batch, under SLURM's variables and a made-up `scontrol`, then a "
+    "second job",
     outcome="same bits",
 )
 def test_requeueing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.helpers.compare import Logged, Place, Result, assert_same, fit, fit_both, normalised, result_of, run_both
+from tests.helpers.compare import Normalised, Place, Result, assert_same, fit, fit_both, normalised, result_of, run_both
 from tests.helpers.features import feature
-from tests.helpers.models import Batch, Regression, data
+from tests.helpers.models import Batch, Regression
 
 _GROUP = "Loops"
 
 
-class _Normalised(Logged):
-    """Has running statistics, and notes which batches it sees."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, normalised())
+class _NotesBatches(Normalised):
+    """Notes which batches it sees."""
 
     def loss(self, batch: Batch) -> Tensor:
         self.record("seen in training", batch[0][0, 0].item())
@@ -55,7 +49,7 @@ _FLAGS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def _fit_each(place: Place, runs: list[dict[str, Any]]) -> list[Result]:
-    return [fit(place, _Normalised, options) for options in runs]
+    return [fit(place, _NotesBatches, options) for options in runs]
 
 
 @feature(
@@ -73,7 +67,7 @@ def test_flags_of_the_trainer() -> None:
         assert [rank.records for rank in of_ours] == [rank.records for rank in of_theirs], name
 
 
-class _Deterministic(_Normalised):
+class _Deterministic(_NotesBatches):
     def on_train_start(self) -> None:
         self.record("deterministic", torch.are_deterministic_algorithms_enabled())
 
@@ -89,9 +83,6 @@ def test_deterministic_runs() -> None:
 class _Silent(Regression):
     """Logs nothing: barebones forbids it."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, normalised())
-
 
 @feature(_GROUP, "`barebones`", tried="six steps", outcome="same bits")
 def test_barebones() -> None:
@@ -101,7 +92,7 @@ def test_barebones() -> None:
 
 
 def _fit_barebones(place: Place) -> Result:
-    module = _Silent(place.rank)
+    module = _Silent(place.rank, normalised())
     unset = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
     )
@@ -111,7 +102,7 @@ def _fit_barebones(place: Place) -> Result:
     return result_of(trainer, module)
 
 
-class _ReadsItsStatistics(_Normalised):
+class _ReadsItsStatistics(_NotesBatches):
     """Every other step reads buffers that an evaluation has used."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -139,13 +130,13 @@ def _resume(place: Place, folder: Path) -> dict[str, Result]:
         first = Place(place.rank, place.world_size, saved_by)
         checkpoint = folder / f"{saved_by}-{place.strategy}.ckpt"
         trainer = first.trainer()
-        trainer.fit(_Normalised(place.rank), place.shard(), place.shard())
+        trainer.fit(_NotesBatches(place.rank), place.shard(), place.shard())
         trainer.save_checkpoint(checkpoint)
-        module = _Normalised(place.rank + 5)
+        module = _NotesBatches(place.rank + 5)
         trainer = place.trainer(max_epochs=2)
         trainer.fit(module, place.shard(), place.shard(), ckpt_path=checkpoint)
         results[saved_by] = result_of(trainer, module)
-    return results | {"unbroken": fit(place, _Normalised, {"max_epochs": 2})}
+    return results | {"unbroken": fit(place, _NotesBatches, {"max_epochs": 2})}
 
 
 @feature(
@@ -160,87 +151,6 @@ def test_resuming(tmp_path: Path) -> None:
         assert_same([rank[saved_by] for rank in ours], [rank["unbroken"] for rank in ours])
         assert_same([rank[saved_by] for rank in ours], [rank[saved_by] for rank in theirs])
     assert ours[0]["unbroken"].global_step == 12
-
-
-class _Stream(IterableDataset[tuple[Tensor, ...]]):
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rows = [tensor[rank::world_size] for tensor in data(24)]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return iter(zip(*self._rows, strict=True))
-
-
-def _fit_stream(place: Place) -> Result:
-    module = _Normalised(place.rank)
-    trainer = place.trainer(max_epochs=2, use_distributed_sampler=True)
-    trainer.fit(module, DataLoader(_Stream(place.rank, place.world_size), batch_size=4))
-    return result_of(trainer, module)
-
-
-@feature(_GROUP, "`IterableDataset`", tried="two epochs of a stream without length", outcome="same bits")
-def test_a_stream_of_unknown_length() -> None:
-    ours, theirs = run_both(_fit_stream)
-    assert_same(ours, theirs)
-    assert ours[0].global_step == 6
-
-
-class _TwoSources(_Normalised):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        losses = [self.loss(source) for source in batch.values() if source is not None]
-        self.record("sources", len(losses))
-        return torch.stack(losses).sum()
-
-
-def _fit_combined(place: Place, mode: Any) -> Result:
-    module = _TwoSources(place.rank)
-    trainer = place.trainer()
-    loaders = {"long": place.shard(24), "short": place.shard(8)}
-    trainer.fit(module, CombinedLoader(loaders, mode))
-    return result_of(trainer, module)
-
-
-@feature(
-    _GROUP,
-    "`CombinedLoader`",
-    tried="two loaders of unlike length, `min_size`, `max_size_cycle`, `max_size`",
-    outcome="same bits",
-)
-@pytest.mark.parametrize(("mode", "sources"), [
-    ("min_size", [2, 2]),
-    ("max_size_cycle", [2, 2, 2, 2, 2, 2]),
-    ("max_size", [2, 2, 1, 1, 1, 1]),
-])  # fmt: skip
-def test_combined_loaders(mode: str, sources: list[int]) -> None:
-    ours, theirs = run_both(_fit_combined, mode)
-    assert_same(ours, theirs)
-    assert [rank.records["sources"] for rank in ours] == [sources] * 2
-
-
-class _MakesLoaders(_Normalised):
-    """Brings another part of the data in each epoch."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.rank)
-        self._place = place
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        rows = [tensor[self.current_epoch * 8 : self.current_epoch * 8 + 8] for tensor in data(24)]
-        self.record("loader of epoch", self.current_epoch)
-        return DataLoader(TensorDataset(*(tensor[self._place.rank :: self._place.world_size] for tensor in rows)), 2)
-
-
-def _fit_reloading(place: Place) -> Result:
-    module = _MakesLoaders(place)
-    trainer = place.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(module)
-    return result_of(trainer, module)
-
-
-@feature(_GROUP, "`reload_dataloaders_every_n_epochs`", tried="other data in each of three epochs", outcome="same bits")
-def test_loaders_made_anew() -> None:
-    ours, theirs = run_both(_fit_reloading)
-    assert_same(ours, theirs)
-    assert [rank.records["loader of epoch"] for rank in ours] == [[0, 1, 2]] * 2
 
 
 class _Writer(BasePredictionWriter):
@@ -269,7 +179,7 @@ class _Writer(BasePredictionWriter):
 def _fit_and_predict(place: Place, folder: Path) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     folder = folder / place.strategy
     folder.mkdir(exist_ok=True)
-    module = _Normalised(place.rank)
+    module = _NotesBatches(place.rank)
     trainer = place.trainer(callbacks=[_Writer(folder, place.rank)])
     trainer.fit(module, place.shard())
     predictions: Any = trainer.predict(module, place.shard())
@@ -292,7 +202,7 @@ def test_predictions(tmp_path: Path) -> None:
 
 
 def _use_one_trainer_for_all(place: Place) -> dict[str, Any]:
-    module = _Normalised(place.rank)
+    module = _NotesBatches(place.rank)
     trainer = place.trainer(max_epochs=1)
     untrained = trainer.validate(module, place.shard(), verbose=False)
     trainer.fit(module, place.shard(), place.shard())

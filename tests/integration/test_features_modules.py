@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +29,6 @@ from tests.helpers.compare import (
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression, network
 from tests.helpers.ranks import RanksFailedError
-from tests.helpers.trainers import strategy_under_test
 
 _GROUP = "Modules"
 
@@ -94,48 +92,6 @@ def test_gradient_checkpointing() -> None:
         assert_same([rank[index] for rank in ours], alone[index % len(_STEPS)], tolerance=1e-6)
 
 
-class _Alternates(Logged):
-    """BatchNorm in training and in evaluation mode, batch by batch."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, normalised())
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.get_submodule("3").train(batch_idx % 2 == 0)
-
-    def loss(self, batch: Batch) -> Tensor:
-        # A buffer that is read in training: rank 0's values count.
-        self.get_buffer("seen").add_(self.rank + 1)
-        return super().loss(batch) * self.get_buffer("seen")[0]
-
-
-def _fit_with_buffers(place: Place, broadcast: bool) -> Result:
-    make = strategy_under_test if place.strategy == "ring_ddp" else DDPStrategy
-    module = _Alternates(place.rank)
-    trainer = place.trainer(strategy=make(broadcast_buffers=broadcast))
-    trainer.fit(module, place.shard(), place.shard())
-    return result_of(trainer, module)
-
-
-@feature(
-    _GROUP,
-    "`broadcast_buffers`",
-    tried="on and off, BatchNorm in training and in evaluation mode batch by batch, a buffer that scales the loss",
-    outcome="same bits; off, each rank keeps its own buffers as with `ddp`",
-)
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers(broadcast: bool) -> None:
-    ours, theirs = run_both(_fit_with_buffers, broadcast)
-    if broadcast:
-        assert_same(ours, theirs)
-        return
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our.state, their.state, rtol=0, atol=0)
-        torch.testing.assert_close(our.metrics, their.metrics, rtol=0, atol=0)
-    assert not torch.equal(ours[0].state["net.3.running_mean"], ours[1].state["net.3.running_mean"])
-
-
 class _Convolutional(Regression):
     def __init__(self, rank: int) -> None:
         with torch.random.fork_rng():
@@ -192,7 +148,7 @@ def _fit_nothing(place: Place) -> list[Result]:
     _GROUP,
     "Nothing to train",
     tried="all parameters frozen, or none at all, no optimizer",
-    outcome="metrics within 1e-6 of one process (`ddp` refuses)",
+    outcome="metrics within 1e-6 of one process",
 )
 def test_nothing_to_train() -> None:
     ours = run_under("ring_ddp", _fit_nothing)

@@ -218,7 +218,8 @@ def _fit_each_clipping(place: Place) -> list[Result]:
 @feature(
     _GROUP,
     "Gradient clipping",
-    tried="by norm and by value, in 32 bit, `bf16-mixed`, `64-true`, after accumulation, in `configure_gradient_clipping`, with `self.clip_gradients` in manual optimisation",
+    tried="by norm and by value, in 32 bit, `bf16-mixed`, `64-true`, after accumulation, in "
+    "`configure_gradient_clipping`, with `self.clip_gradients` in manual optimisation",
     outcome="same bits",
 )
 def test_gradient_clipping() -> None:
@@ -261,7 +262,7 @@ class _TwoOptimizers(Logged):
     _GROUP,
     "Several optimizers",
     tried="manual optimisation, toggled, one of them accumulates over two batches",
-    outcome="within 1e-6 of one process, ranks identical (`ddp` needs `find_unused_parameters`)",
+    outcome="ranks identical, within 1e-6 of one process and of `ddp_find_unused_parameters_true`",
 )
 def test_several_optimizers() -> None:
     ours, theirs = run_both(fit, _TwoOptimizers, {}, theirs="ddp_find_unused_parameters_true")

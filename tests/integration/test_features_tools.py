@@ -12,23 +12,18 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner.tuning import Tuner
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers.assertions import assert_ranks_identical
-from tests.helpers.compare import Logged, Place, Result, assert_same, fit, normalised, result_of, run_alone, run_both
+from tests.helpers.compare import Logged, Normalised, Place, Result, assert_same, fit, result_of, run_alone, run_both
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, data, network, state_of
 
 _GROUP = "Tools"
-
-
-class _Normalised(Logged):
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, normalised())
 
 
 def _fit_profiled(place: Place, kind: str, folder: Path) -> tuple[Result, str]:
@@ -39,7 +34,7 @@ def _fit_profiled(place: Place, kind: str, folder: Path) -> tuple[Result, str]:
         "pytorch": PyTorchProfiler,
     }
     profiler: Profiler = profilers[kind](dirpath=folder, filename=f"profile-{place.rank}")
-    module = _Normalised(place.rank)
+    module = Normalised(place.rank)
     trainer = place.trainer(profiler=profiler)
     trainer.fit(module, place.shard(), place.shard())
     return result_of(trainer, module), "".join(path.read_text() for path in folder.glob(f"*profile-{place.rank}*.txt"))
@@ -54,7 +49,7 @@ def _fit_profiled(place: Place, kind: str, folder: Path) -> tuple[Result, str]:
 @pytest.mark.parametrize(("kind", "action"), [
     ("simple", "run_training_batch"),
     ("advanced", "run_training_batch"),
-    ("pytorch", "RingDDPStrategy.backward"),
+    ("pytorch", "[Strategy]RingDDPStrategy.validation_st"),
 ])  # fmt: skip
 def test_profilers(kind: str, action: str, tmp_path: Path) -> None:
     ours, theirs = run_both(_fit_profiled, kind, tmp_path)
@@ -136,7 +131,7 @@ def test_finding_a_batch_size_is_refused() -> None:
 def _fit_logged(place: Place, folder: Path) -> tuple[Result, dict[str, list[tuple[int, float]]], list[dict[str, str]]]:
     folder = folder / place.strategy / str(place.rank)
     loggers = [TensorBoardLogger(folder, "board", "a"), CSVLogger(folder, "table", "a")]
-    module = _Normalised(place.rank)
+    module = Normalised(place.rank)
     trainer = place.trainer(max_epochs=2, logger=loggers, log_every_n_steps=2)
     trainer.fit(module, place.shard(), place.shard())
     result, scalars, rows = result_of(trainer, module), {}, []
@@ -205,7 +200,8 @@ def _log_everywhere(place: Place) -> dict[str, Any]:
 @feature(
     _GROUP,
     "`self.log(..., sync_dist=True)`",
-    tried="training, validation with two loaders, test; mean, sum, max, min, per step, per epoch, numbers, `log_dict`, `rank_zero_only`",
+    tried="training, validation with two loaders, test; mean, sum, max, min, per step, per epoch, numbers, "
+    "`log_dict`, `rank_zero_only`",
     outcome="same values, on both ranks",
 )
 def test_logging_in_every_stage() -> None:
