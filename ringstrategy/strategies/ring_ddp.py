@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -28,14 +28,16 @@ from ringstrategy.buffers import BufferSync
 from ringstrategy.checkpoint import AtomicCheckpointIO
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.choose import Algorithm, Transport, check_choice, choose_collective
+from ringstrategy.communication import Communication
 from ringstrategy.control import Control
 from ringstrategy.failure import FailureMonitor
 from ringstrategy.gradients.buckets import MIB
+from ringstrategy.gradients.parameters import refuse_uninitialized, sparse_parameters
 from ringstrategy.gradients.reducer import GradientReducer
 from ringstrategy.process_group import RankGroup, check_same_parameters
 from ringstrategy.requeue import DeferredSignal
 
-__all__ = ["Communication", "RingDDPStrategy"]
+__all__ = ["RingDDPStrategy"]
 
 T = TypeVar("T")
 
@@ -43,22 +45,6 @@ T = TypeVar("T")
 _SHARED_MEMORY_CAP_MB = 4.0
 _BACKEND_CAP_MB = 25.0
 _MEETING_TIMEOUT = timedelta(minutes=2)
-
-
-class Communication(NamedTuple):
-    """What gradient averaging has cost this rank so far.
-
-    Attributes:
-        all_reduces: buckets sent.
-        bytes_sent: bytes handed to another rank.
-        seconds: time in all-reduces, hidden behind backward or not; 0 where the backend does not tell.
-        exposed_seconds: time in which backward had ended and the training waited.
-    """
-
-    all_reduces: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
 
 
 class RingDDPStrategy(DDPStrategy):
@@ -211,7 +197,7 @@ class RingDDPStrategy(DDPStrategy):
         assert group is not None
         assert monitor is not None
         named_parameters = list(module.named_parameters())
-        _refuse_uninitialized(named_parameters)
+        refuse_uninitialized(named_parameters)
         with monitor.waiting("the comparison of models"):
             check_same_parameters(group, named_parameters)
             group.broadcast_tensors(parameter for _, parameter in named_parameters)
@@ -231,7 +217,7 @@ class RingDDPStrategy(DDPStrategy):
             named_parameters,
             self._collective,
             group,
-            sparse=_sparse_parameters(module),
+            sparse=sparse_parameters(module),
             bucket_cap_bytes=max(1, int((self._bucket_cap_mb or default) * MIB)),
             waiting=monitor.waiting,
         )
@@ -427,20 +413,3 @@ class RingDDPStrategy(DDPStrategy):
         self._reducer = self._collective = self._monitor = self._control = self._group = self._buffers = None
         self._requeue = None
         super().teardown()
-
-
-def _refuse_uninitialized(named_parameters: list[tuple[str, nn.Parameter]]) -> None:
-    lazy = [name for name, parameter in named_parameters if isinstance(parameter, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise RuntimeError(
-            f"Parameter '{lazy[0]}' has no shape yet: a lazy module must see an input before ranks can compare it. Run "
-            "one forward pass in `configure_model` or `setup`."
-        )
-
-
-def _sparse_parameters(module: nn.Module) -> frozenset[str]:
-    return frozenset(
-        f"{name}.weight" if name else "weight"
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
-    )

@@ -74,7 +74,7 @@ def _several_at_once(rank: int, world_size: int, transport: Transport) -> torch.
         memory = collective.allocate(4 * 1000).view(torch.float32)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(20):
-            parts = memory.split([10, 700, 1, 289])
+            parts = torch.split(memory, [10, 700, 1, 289])
             memory.copy_(torch.randn(1000, generator=generator))
             works = [collective.all_reduce(part) for part in parts]
             for work in reversed(works):
@@ -249,7 +249,7 @@ def _no_sockets(rank: int, world_size: int) -> str:
         raise OSError("no sockets today")
 
     if rank == 1:
-        socket.socket.bind = refuse  # type: ignore[method-assign,assignment]
+        socket.socket.bind = refuse  # type: ignore[method-assign]
     group = RankGroup.connect(_CPU, timedelta(seconds=20))
     collective = choose_collective(group)
     buffer = collective.allocate(8).view(torch.float64)

@@ -45,8 +45,12 @@ def _rows(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def _mean_of_all(step: int, world_size: int) -> list[Tensor]:
     """The oracle: one process, the mean over ranks of each rank's loss."""
     network = _network()
-    torch.stack([network(_rows(step, rank)).square().mean() for rank in range(world_size)]).mean().backward()
+    _backward(torch.stack([network(_rows(step, rank)).square().mean() for rank in range(world_size)]).mean())
     return _gradients(network)
+
+
+def _backward(loss: Tensor, **options: bool) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
@@ -61,7 +65,7 @@ def _steps(rank: int, world_size: int, transport: Transport, explicit: bool) -> 
         for step in range(4):
             network.zero_grad()
             with reducer.backward() if explicit else contextlib.nullcontext():
-                network(_rows(step, rank)).square().mean().backward()
+                _backward(network(_rows(step, rank)).square().mean())
             seen.append(_gradients(network))
     return seen
 
@@ -88,7 +92,7 @@ def _launch_times(rank: int, world_size: int) -> tuple[int, int, int]:
             network.zero_grad()
             before = reducer.all_reduces
             with reducer.backward():
-                network(_rows(step, rank)).square().mean().backward()
+                _backward(network(_rows(step, rank)).square().mean())
                 started.append(reducer.all_reduces - before)
         return started[0], started[1], reducer.all_reduces
 
@@ -122,13 +126,13 @@ def _branches(rank: int, world_size: int) -> dict[str, Tensor | None]:
         for step in range(3):
             module.zero_grad()
             with reducer.backward():
-                module(_rows(step, rank), use=rank == 1).backward()
+                _backward(module(_rows(step, rank), use=rank == 1))
         return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
 def test_unused_parameters_keep_no_gradient_and_partly_used_ones_count_zero() -> None:
     module = _Branches()
-    torch.stack([module(_rows(2, rank), use=rank == 1) for rank in range(3)]).mean().backward()
+    _backward(torch.stack([module(_rows(2, rank), use=rank == 1) for rank in range(3)]).mean())
     expected = {name: parameter.grad for name, parameter in module.named_parameters()}
     assert expected["never.weight"] is None
     for gradients in run_ranks(_branches, 3):
@@ -143,7 +147,7 @@ def _no_gradient_at_all(rank: int, world_size: int) -> list[Tensor]:
             network.zero_grad()
             with reducer.backward():
                 loss = network(_rows(step, 0)).square().mean() if rank == 0 else torch.zeros((), requires_grad=True)
-                loss.backward()
+                _backward(loss)
         return _gradients(network)
 
 
@@ -159,10 +163,10 @@ def _two_losses(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor],
     with _reducing(nn.ModuleList([network, other])) as reducer:
         for step in (0, 1):
             with reducer.backward():
-                network(_rows(step, rank)).square().mean().backward()
+                _backward(network(_rows(step, rank)).square().mean())
         once = _gradients(network)
         with reducer.backward():
-            other(_rows(2, rank)).square().mean().backward()
+            _backward(other(_rows(2, rank)).square().mean())
         return once, _gradients(network), _gradients(other)
 
 
@@ -184,7 +188,7 @@ def _accumulate(rank: int, world_size: int, set_to_none: bool) -> tuple[list[Ten
             for micro in range(4):
                 before = collective.bytes_sent
                 with reducer.no_sync() if micro < 3 else contextlib.nullcontext(), reducer.backward():
-                    network(_rows(4 * window + micro, rank)).square().mean().backward()
+                    _backward(network(_rows(4 * window + micro, rank)).square().mean())
                 sent.append(collective.bytes_sent - before)
         return _gradients(network), sent
 
@@ -207,9 +211,9 @@ def _accumulated_elsewhere(rank: int, world_size: int) -> tuple[list[Tensor], li
             one.zero_grad()
             two.zero_grad()
             with reducer.no_sync(), reducer.backward():
-                one(_rows(step, rank)).square().mean().backward()
+                _backward(one(_rows(step, rank)).square().mean())
             with reducer.backward():
-                two(_rows(step, rank)).square().mean().backward()
+                _backward(two(_rows(step, rank)).square().mean())
         return _gradients(one), _gradients(two)
 
 
@@ -245,7 +249,7 @@ def _unfreeze(rank: int, world_size: int) -> list[list[Tensor]]:
             reducer.refresh()
             network.zero_grad()
             with reducer.backward():
-                network(_rows(step, rank)).square().mean().backward()
+                _backward(network(_rows(step, rank)).square().mean())
             seen.append(_gradients(network))
     return seen
 
@@ -270,7 +274,7 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool, explicit: bool) -
                 x = _rows(step, rank).requires_grad_()
                 for _ in range(2):
                     x = checkpoint(lambda y: block(y).tanh(), x, use_reentrant=reentrant)
-                head(x).square().mean().backward()
+                _backward(head(x).square().mean())
             reducer.flush()
         return _gradients(block) + _gradients(head)
 
@@ -281,7 +285,7 @@ def test_a_block_checkpointed_twice(reentrant: bool, explicit: bool) -> None:
     torch.manual_seed(1)
     block, head = nn.Linear(5, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
     losses = [head(block(block(_rows(2, rank)).tanh()).tanh()).square().mean() for rank in range(2)]
-    torch.stack(losses).mean().backward()
+    _backward(torch.stack(losses).mean())
     expected = _gradients(block) + _gradients(head)
     for gradients in run_ranks(_checkpointed, 2, reentrant, explicit):
         torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
@@ -296,7 +300,7 @@ def _fires_again(rank: int, world_size: int) -> str:
                 x = checkpoint(block, x, use_reentrant=True)
             try:
                 with reducer.backward():
-                    x.square().mean().backward()
+                    _backward(x.square().mean())
             except RuntimeError as error:
                 return str(error)
     return "no error"
@@ -314,9 +318,9 @@ def _double_backward(rank: int, world_size: int) -> tuple[list[Tensor], bool, Te
         for step in range(2):
             network.zero_grad()
             with reducer.backward():
-                network(_rows(step, rank)).square().mean().backward(create_graph=True)
+                _backward(network(_rows(step, rank)).square().mean(), create_graph=True)
         values = [gradient.detach() for gradient in _gradients(network)]
-        weight = network[0].weight
+        weight = next(network.parameters())
         assert weight.grad is not None
         (second,) = torch.autograd.grad(weight.grad.square().sum(), weight)
         return values, weight.grad.requires_grad, second
@@ -335,7 +339,7 @@ def _strides(rank: int, world_size: int) -> tuple[tuple[int, ...], bool]:
         for _ in range(2):
             network.zero_grad()
             with reducer.backward():
-                network(torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)).sum().backward()
+                _backward(network(torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)).sum())
         grad = network.weight.grad
         assert grad is not None
         return grad.stride(), grad.stride() == network.weight.stride()
@@ -352,7 +356,7 @@ def _copies(rank: int, world_size: int) -> int:
         duplicates = [copy.deepcopy(network), pickle.loads(pickle.dumps(network))]
         before = reducer.all_reduces
         for duplicate in duplicates:
-            duplicate(_rows(0, rank)).sum().backward()
+            _backward(duplicate(_rows(0, rank)).sum())
         reducer.flush()
         return reducer.all_reduces - before
 
@@ -364,10 +368,10 @@ def test_hooks_do_not_travel_with_copies() -> None:
 def _after_close(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     network = _network()
     with _reducing(network) as reducer, reducer.backward():
-        network(_rows(0, rank)).square().mean().backward()
+        _backward(network(_rows(0, rank)).square().mean())
     means = _gradients(network)
     network.zero_grad()
-    network(_rows(0, rank)).square().mean().backward()
+    _backward(network(_rows(0, rank)).square().mean())
     return means, _gradients(network)
 
 

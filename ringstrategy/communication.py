@@ -1,0 +1,23 @@
+"""What the averaging of gradients costs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Communication"]
+
+
+class Communication(NamedTuple):
+    """What gradient averaging has cost this rank so far.
+
+    Attributes:
+        all_reduces: buckets sent.
+        bytes_sent: bytes handed to another rank.
+        seconds: time in all-reduces, hidden behind backward or not; 0 where the backend does not tell.
+        exposed_seconds: time in which backward had ended and the training waited.
+    """
+
+    all_reduces: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
