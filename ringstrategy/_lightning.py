@@ -32,12 +32,24 @@ from ringstrategy.failure import RankFailure
 if TYPE_CHECKING:
     from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 
-__all__ = ["MultiProcessingLauncher", "ScriptLauncher", "SignalHandlers", "WrappingCheckpointIO", "all_gather"]
+__all__ = [
+    "MultiProcessingLauncher",
+    "ScriptLauncher",
+    "SignalHandlers",
+    "WrappingCheckpointIO",
+    "all_gather",
+    "trainer_of",
+]
 
 # What a shell would report of a process that SIGTERM has ended.
 _TERMINATED = 128 + signal.SIGTERM
 # Seconds that worker processes have to end by themselves after one of them, or their parent, has failed.
 _GRACE_SECONDS = 10.0
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The trainer that a module is attached to, if any; the public property raises without one."""
+    return module._trainer
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class FailureNote:
         rank: the rank that failed first.
         pid: its process.
         host: its host's name.
-        where: what it was doing, e.g. ``"training, epoch 0, step 17"``; empty if nobody knows.
+        where: what it was doing, e.g. ``"train, epoch 0, step 17"``, or what the survivor was doing that writes.
         reason: what happened to it.
     """
 
@@ -258,7 +258,7 @@ class FailureMonitor:
             return False
         rank = self._neighbours[min(self._dead)]
         reason = "the process is gone: it was killed, or exited on its own"
-        self._publish(FailureNote(rank.rank, rank.pid, rank.host.name, self._where(), reason))
+        self._give_up(rank, reason)
         return True
 
     def _look_for_stopped_ranks(self) -> None:
@@ -307,7 +307,9 @@ class FailureMonitor:
         return f" (it waits for {theirs.label})" if theirs else ""
 
     def _give_up(self, rank: Rank, reason: str) -> None:
-        self._publish(FailureNote(rank.rank, rank.pid, rank.host.name, self._where(), reason))
+        seen = f"as seen by rank {self._me.rank}"
+        where = self._where()
+        self._publish(FailureNote(rank.rank, rank.pid, rank.host.name, f"{seen} in {where}" if where else seen, reason))
 
     def _warn(self, what: str) -> None:
         now = time.monotonic()

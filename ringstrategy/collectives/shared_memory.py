@@ -58,27 +58,32 @@ class SharedMemoryWork:
 
     Args:
         buffer: what to sum.
-        take_over: runs the pending all-reduces up to this one in the calling thread, unless the worker is at them.
+        take_over: returns when this all-reduce is done; runs what is pending in the calling thread, unless the worker
+            is at it.
     """
 
     def __init__(self, buffer: Tensor, take_over: Callable[[SharedMemoryWork], None]) -> None:
         self.buffer = buffer
         self._take_over = take_over
-        self._finished = threading.Event()
+        self._finished = False
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Block until the buffer holds the sum and may be written again."""
-        if not self._finished.is_set():
+        if not self._finished:
             self._take_over(self)
-            self._finished.wait()
         if self._error is not None:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Let the waiting thread go on, with ``error`` if there is one."""
+        """Say that it is over, with ``error`` if there is one."""
         self._error = error
-        self._finished.set()
+        self._finished = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over."""
+        return self._finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +224,9 @@ class SharedMemoryRing:
                 self._run_pending(None)
 
     def _take_over(self, work: SharedMemoryWork) -> None:
-        if self._turn.acquire(blocking=False):
-            try:
+        with self._turn:
+            if not work.finished:
                 self._run_pending(work)
-            finally:
-                self._turn.release()
 
     def _run_pending(self, last: SharedMemoryWork | None) -> None:
         while self._pending:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Bucket", "BucketPlan", "Slot", "Spec", "is_dense", "plan_buckets"]
+__all__ = ["ALIGNMENT", "MIB", "Bucket", "BucketPlan", "Slot", "Spec", "is_dense", "plan_buckets"]
 
 MIB = 1024 * 1024
-_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
+ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def plan_buckets(groups: Sequence[Sequence[Spec]], cap_bytes: int, first_cap_byt
 
 def _lay_out(specs: Sequence[Spec], offset: int) -> Bucket:
     dtype = specs[0].dtype
-    line = max(_ALIGNMENT // dtype.itemsize, 1)
+    line = max(ALIGNMENT // dtype.itemsize, 1)
     slots, start = [], 0
     for spec in specs:
         slots.append(Slot(spec.index, start, spec.numel))
@@ -137,7 +137,7 @@ def _lay_out(specs: Sequence[Spec], offset: int) -> Bucket:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

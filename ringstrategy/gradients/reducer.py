@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from ringstrategy.collectives.base import Collective
-from ringstrategy.gradients.buckets import MIB, plan_buckets
+from ringstrategy.gradients.buckets import ALIGNMENT, MIB, plan_buckets
 from ringstrategy.gradients.live import Gradient, LiveBucket, lay_out, lives_in
 from ringstrategy.gradients.sparse import mean_of_sparse
 from ringstrategy.process_group import RankGroup
@@ -32,9 +32,9 @@ __all__ = ["GradientReducer"]
 class GradientReducer:
     """Averages the gradients of parameters over the ranks.
 
-    The first backward only observes the order in which gradients arrive; rank 0's order makes the plan. From then on a
-    bucket leaves as soon as its last gradient has arrived and all buckets before it have left. All ranks thus send the
-    same buckets in the same order, whatever their own gradients do.
+    The first backward only observes in which order gradients arrive and how often; rank 0's order makes the plan for
+    all later ones. From then on a bucket leaves as soon as its last gradient has arrived and all buckets before it have
+    left. All ranks thus send the same buckets in the same order, whatever their own gradients do.
 
     Args:
         named_parameters: all parameters, also those that do not train (yet); the same on all ranks.
@@ -70,8 +70,11 @@ class GradientReducer:
         self._frozen = list(self._gradients)  # never trained so far; autograd takes no hook on them
         self._hooked: list[Gradient] = []
         self._buckets: list[LiveBucket] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._order: list[int] = []  # in which gradients arrive, while observing
+        self._groups: list[list[Gradient]] = []  # the order that was observed, and what some rank did not use
         self._observing = True
+        self._stale = True  # the buckets do not follow what is known by now
         self._launched = 0
         self._sync = True
         self._open = False  # a backward has produced gradients that are not averaged yet
@@ -90,7 +93,7 @@ class GradientReducer:
             gradient.hook = self._hook(gradient)
             self._frozen.remove(gradient)
             self._hooked.append(gradient)
-            self._observing = True
+            self._observing = self._stale = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,6 +134,7 @@ class GradientReducer:
             gradient.view = gradient.bucket = None
         self._buckets.clear()
         self._hooked.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
@@ -144,13 +148,16 @@ class GradientReducer:
         return handle
 
     def _arrived(self, gradient: Gradient) -> None:
-        self._open = True
+        if not self._open:
+            self._open = True
+            self._follow_plan()
         if not self._explicit:
             self._call_at_end()
         gradient.fired += 1
         if self._observing:
             if gradient.fired == 1:
                 self._order.append(gradient.index)
+                self._adopt(gradient)
         elif gradient.fired == gradient.expected:
             if not gradient.sparse:
                 self._stage(gradient)
@@ -162,6 +169,13 @@ class GradientReducer:
                 "happens where checkpointed segments that share parameters come and go. Use "
                 "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
+
+    def _adopt(self, gradient: Gradient) -> None:
+        """Move a fresh gradient to its place, where it may still grow: that frees memory, and no more."""
+        view, local = gradient.view, gradient.parameter.grad
+        assert local is not None
+        if view is not None and local.layout == torch.strided and not local.requires_grad and not lives_in(local, view):
+            gradient.parameter.grad = view.copy_(local)
 
     def _stage(self, gradient: Gradient) -> None:
         """Copy a gradient into its bucket, scaled so that the sum over ranks is the mean."""
@@ -212,9 +226,10 @@ class GradientReducer:
     def finish(self) -> None:
         """Send what is left, wait for all buckets, and install the means. Collective."""
         begun = time.perf_counter()
+        self._follow_plan()
         if self._observing:
             with self._waiting("the order of gradients"):
-                self._make_plan()
+                self._share_observation()
         for bucket in self._buckets[self._launched :]:
             self._complete(bucket)
         for number, bucket in enumerate(self._buckets):
@@ -239,6 +254,9 @@ class GradientReducer:
         used = []
         for gradient in bucket.gradients:
             grad = gradient.parameter.grad
+            if gradient.sparse:  # as has only just turned out; its place stays empty
+                used.append(0.0)
+                continue
             if not gradient.staged:
                 if grad is None:
                     assert gradient.view is not None
@@ -258,6 +276,8 @@ class GradientReducer:
         unused = not all(gradient.dirty for gradient in bucket.gradients)
         users = bucket.flags.real.tolist() if unused else []
         for place, gradient in enumerate(bucket.gradients):
+            if gradient.sparse:
+                continue
             if not gradient.dirty:
                 gradient.parameter.grad = gradient.view if users[place] else gradient.kept
             elif gradient.graph is not None:
@@ -271,7 +291,6 @@ class GradientReducer:
         mean = mean_of_sparse(self._group, parameter.grad, gradient.dirty, parameter.detach())
         if mean is not None:
             parameter.grad = mean
-        self.all_reduces += 1
 
     def _reset(self) -> None:
         if not self._open and self._launched == 0:
@@ -289,8 +308,24 @@ class GradientReducer:
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> None:
-        """Agree on order and counts with the other ranks, and lay out the buckets."""
+    def _follow_plan(self) -> None:
+        """Lay out the buckets anew if more is known than when they were made. Collective where memory grows."""
+        if not self._stale:
+            return
+        known = {gradient.index for group in self._groups for gradient in group}
+        new = [gradient for gradient in reversed(self._hooked) if gradient.index not in known]
+        groups = [[g.spec for g in group if not g.sparse] for group in (*self._groups, new)]
+        plan = plan_buckets(groups, self._cap)
+        if plan.nbytes > self._memory.numel():
+            # With room for another arrangement, so that one piece of memory serves all.
+            with self._waiting("memory for gradient buckets"):
+                self._memory = self._collective.allocate(plan.nbytes + ALIGNMENT * len(self._hooked))
+        self._buckets = lay_out(plan, self._memory, self._gradients)
+        self._memory.zero_()
+        self._stale = False
+
+    def _share_observation(self) -> None:
+        """Agree with the other ranks on the order of gradients, how often they fire, and which are sparse."""
         mine = (
             self._order,
             {g.index: g.fired for g in self._hooked},
@@ -303,11 +338,10 @@ class GradientReducer:
             gradient.sparse |= any(gradient.index in sparse for _, _, sparse in everyone)
         # What some rank did not use may come late or never; it must not hold up the rest.
         always = dict.fromkeys(index for index in order if all(fired[index] for _, fired, _ in everyone))
-        rest = [g.index for g in reversed(self._gradients) if g.hook is not None and g.index not in always]
-        groups = [[self._gradients[index] for index in indices] for indices in (always, rest)]
-        plan = plan_buckets([[g.spec for g in group if not g.sparse] for group in groups], self._cap)
-        self._buckets = lay_out(plan, self._collective.allocate(plan.nbytes), self._gradients)
+        rest = [gradient for gradient in reversed(self._hooked) if gradient.index not in always]
+        self._groups = [[self._gradients[index] for index in always], rest]
         self._observing = False
+        self._stale = True  # for the next backward: the gradients of this one lie where they are
 
 
 class _WithValue(torch.autograd.Function):

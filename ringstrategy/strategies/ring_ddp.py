@@ -388,7 +388,7 @@ class RingDDPStrategy(DDPStrategy):
 
     def _where(self) -> str:
         module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = None if module is None else _lightning.trainer_of(module)
         if trainer is None:
             return ""
         stage = trainer.state.stage or trainer.state.fn

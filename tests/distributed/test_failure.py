@@ -16,6 +16,7 @@ import torch
 
 from ringstrategy.control import Control
 from ringstrategy.failure import FailureMonitor, RankFailure
+from ringstrategy.mailbox import Mailbox
 from ringstrategy.process_group import RankGroup
 from tests.helpers.ranks import RanksFailedError, run_ranks
 
@@ -229,22 +230,26 @@ def test_after_leaving_the_end_of_another_rank_is_no_failure() -> None:
     assert run_ranks(_leave, 2) == [False, False]
 
 
-def _hear_strangers(rank: int, world_size: int) -> bool:
-    group, monitor = monitor_of()
-    addresses = group.exchange(monitor._mailbox.address)
-    if rank == 0 and os.fork() == 0:
-        note = b'{"rank": 1, "pid": 1, "host": "h", "where": "", "reason": "a stranger says so"}'
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(note, addresses[1])
-        os._exit(0)
-    time.sleep(0.8)
-    failed = monitor.failed
-    group.exchange("everybody has listened")
-    monitor.close()
-    return failed
+def _hear_strangers(rank: int, world_size: int) -> list[tuple[int, dict[str, Any]]]:
+    group = RankGroup.connect(torch.device("cpu"), timedelta(seconds=30))
+    mailbox = Mailbox(group, group.neighbours)
+    addresses = group.exchange(mailbox.address)
+    if rank == 0:
+        child = os.fork()  # a process of the same user, and yet no rank
+        if child == 0:
+            message = b'{"reason": "a stranger says so"}'
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(message, addresses[1])
+            os._exit(0)
+        os.waitpid(child, 0)
+        mailbox.send({"reason": "a rank says so"})
+    group.exchange("everything is sent")
+    heard = list(mailbox.receive())
+    mailbox.close()
+    return heard
 
 
 def test_only_ranks_of_the_run_are_heard() -> None:
-    assert run_ranks(_hear_strangers, 2) == [False, False]
+    assert run_ranks(_hear_strangers, 2) == [[], [(0, {"reason": "a rank says so"})]]
 
 
 def _say_much(rank: int, world_size: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
@@ -291,6 +292,20 @@ def test_a_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_command_to_its_end(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     SLOW_WAYS[command](command, tmp_path)
+
+
+# -- command lines of users ------------------------------------------------------------------------------------------
+
+ARGUMENTS = re.findall(r"`(--trainer\.strategy\S* \S+)`", TEXT)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_an_argument_of_lightning_cli_makes_the_strategy(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(ARGUMENTS) == 2
+    words = [*argument.split(), "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+    assert type(cli.trainer.strategy) is RingDDPStrategy
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

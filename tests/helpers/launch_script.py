@@ -1,13 +1,18 @@
 """One training to be launched in every way there is; as a script it says how it ended.
 
-``launch_script.py fit STRATEGY`` trains once, ``twice`` is two trainers in turn, ``cli ...`` is a LightningCLI.
+Commands: ``fit STRATEGY`` trains once, ``twice`` with two trainers in turn, ``cli ...`` as a LightningCLI; ``late``
+ranks go on after the training, one ``late RANK`` fails there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -15,10 +20,10 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import ringstrategy
+from ringstrategy import RingDDPStrategy
 from tests.helpers.models import Batch, Regression, shard
 
-__all__ = ["BATCH_SIZE", "ROWS", "Sharded", "digest", "trainer"]
+__all__ = ["BATCH_SIZE", "ROWS", "WORLD_SIZE", "Sharded", "Used", "digest", "fit", "trainer", "twice"]
 
 WORLD_SIZE, ROWS, BATCH_SIZE = 2, 24, 4
 
@@ -39,6 +44,16 @@ class Sharded(Regression):
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
+
+
+class Used(NamedTuple):
+    """What came out of a trainer: parameters, losses before and after training, and the number of all-reduces."""
+
+    parameters: str
+    before: float
+    validated: float
+    tested: float
+    all_reduces: int
 
 
 def digest(module: torch.nn.Module) -> str:
@@ -70,22 +85,34 @@ def fit(strategy: str) -> None:
         print(f"parameters {digest(module)}", flush=True)
 
 
-def twice() -> None:
-    """Two trainers in turn, each with every entry point."""
-    for number in range(2):
-        module, user = Sharded(), trainer("ring_ddp")
-        (before,) = user.validate(module, verbose=False)
-        user.fit(module)
-        (validated,) = user.validate(module, verbose=False)
-        (tested,) = user.test(module, verbose=False)
-        strategy = user.strategy
-        assert isinstance(strategy, ringstrategy.RingDDPStrategy)
-        print(
-            f"trainer {number} rank {user.global_rank}: all-reduces {strategy.communication.all_reduces}, "
-            f"parameters {digest(module)}, before {before['loss']:.6f}, "
-            f"validated {validated['loss']:.6f}, tested {tested['loss']:.6f}",
-            flush=True,
-        )
+def twice(make: Callable[[], pl.Trainer]) -> list[Used]:
+    """Use two trainers in turn, each with every entry point."""
+    return [_use(make()) for _ in range(2)]
+
+
+def _use(trainer: pl.Trainer) -> Used:
+    module = Sharded()
+    (before,) = trainer.validate(module, verbose=False)
+    trainer.fit(module)
+    (validated,) = trainer.validate(module, verbose=False)
+    (tested,) = trainer.test(module, verbose=False)
+    strategy = trainer.strategy
+    assert isinstance(strategy, RingDDPStrategy)
+    all_reduces = strategy.communication.all_reduces
+    return Used(digest(module), before["loss"], validated["loss"], tested["loss"], all_reduces)
+
+
+def late(failing: int | None = None) -> None:
+    """Train, and have ranks other than 0 end later than rank 0, or fail."""
+    fitted = trainer("ring_ddp")
+    fitted.fit(Sharded())
+    if fitted.global_rank == 0:
+        print("rank 0 is done", flush=True)
+    else:
+        time.sleep(2.0)
+        if fitted.global_rank == failing:
+            raise ValueError(f"late on rank {failing}")
+        print(f"rank {fitted.global_rank} is done", flush=True)
 
 
 def cli(arguments: list[str]) -> None:
@@ -100,6 +127,9 @@ if __name__ == "__main__":
     if command == "fit":
         fit(*arguments)
     elif command == "twice":
-        twice()
+        for used in twice(partial(trainer, "ring_ddp")):
+            print(json.dumps(used), flush=True)
+    elif command == "late":
+        late(*map(int, arguments))
     else:
         cli(arguments)

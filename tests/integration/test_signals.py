@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -11,8 +12,12 @@ from typing import Literal
 import pytest
 
 from tests.helpers import signal_script
+from tests.helpers.launch_script import Sharded
+from tests.helpers.models import Batch
+from tests.helpers.ranks import RanksFailedError, run_ranks
 from tests.helpers.scripts import RunningScript, start_script
 from tests.helpers.signal_script import TRAINING
+from tests.helpers.trainers import trainer_on_rank
 
 Receiver = Literal["main process", "whole group", "other rank"]
 # What a program returns that ends itself because of the signal, or that the signal ends.
@@ -78,3 +83,32 @@ def test_a_signal_to_another_rank_fails_the_job() -> None:
     assert completed.returncode == 1, completed
     assert not completed.leftover_pids, completed
     assert "rank 0: rank 1 failed first" in completed.stderr
+
+
+class Apart(Sharded):
+    """Rank 0 computes while the others wait for it in a collective."""
+
+    def on_validation_start(self) -> None:
+        # The signal comes in between.
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 0:
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                time.sleep(0.05)
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("value", 1.0, sync_dist=True)
+
+
+def _be_terminated_apart(rank: int, world_size: int) -> None:
+    trainer_on_rank(rank, world_size).fit(Apart())
+
+
+def test_ranks_that_are_apart_when_terminated_do_not_wait_for_each_other() -> None:
+    """Symptom: a broadcast in the signal handler is paired with another collective, and both ranks hang."""
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(_be_terminated_apart, 2, timeout=30.0, grace=10.0)
+    assert [outcome.error_type for outcome in failure.value.outcomes] == ["SIGTERMException"] * 2
