@@ -245,6 +245,8 @@ class FailureMonitor:
             self._look_for_stopped_ranks()
             self._look_at_own_wait()
             self._end_after_grace()
+        if self._note is not None:
+            self._look_for_stopped_ranks()  # the last look may have come just before the note
 
     def _read_messages(self) -> None:
         for sender, message in self._mailbox.receive():

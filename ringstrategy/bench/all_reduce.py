@@ -36,7 +36,7 @@ from ringstrategy.process_group import RankGroup
 __all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "measure", "modulus"]
 
 COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
-_SMALL = 2**20  # all-reduces of less than this are timed several at a time ...
+_SMALL = 2**24  # all-reduces of less than this are timed several at a time ...
 _MAX_CALLS = 64  # ... up to so many
 _GRACE_S = 3.0  # for the other ranks to end by themselves when one has died
 
@@ -231,7 +231,7 @@ def _measure_size(collectives: list[Collective], nbytes: int, rank: int, config:
             dist.barrier()
             start = time.perf_counter()
             for view in views:
-                collective.all_reduce(view).wait()
+                collective.all_reduce(view, background=False).wait()
             times.append((time.perf_counter() - start) / calls)
             problem = problem or _difference(buffer, expected, collective.name, rank)
 

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ringstrategy import RingDDPStrategy
@@ -32,7 +33,17 @@ from tests.helpers.trainers import trainer_on_rank
 __all__ = ["PHASES", "Setting", "train_from_launcher", "train_on_rank"]
 
 # In the order in which a run meets them. All ranks have met, and watch each other, from `setup` to `train end`.
-PHASES = ("before meeting", "setup", "forward", "all-reduce", "validation", "checkpoint", "train end", "teardown")
+PHASES = (
+    "before meeting",
+    "setup",
+    "optimizers",
+    "forward",
+    "all-reduce",
+    "validation",
+    "checkpoint",
+    "train end",
+    "teardown",
+)
 # One checkpoint has been written before the fault, and one batch trained after it.
 _FAULTY_BATCH = 2
 _BATCHES = 4
@@ -50,6 +61,7 @@ class Setting:
         timeout: of the strategy, in seconds.
         devices: number of ranks that the script starts.
         start_method: how.
+        workers: processes that load data, for each rank.
     """
 
     kind: str
@@ -59,6 +71,7 @@ class Setting:
     timeout: float = 60.0
     devices: int = 2
     start_method: Literal["popen", "spawn", "fork"] = "popen"
+    workers: int = 0
 
     def to_json(self) -> str:
         """For a command line."""
@@ -100,6 +113,11 @@ class Ruined(Regression):
     @override
     def setup(self, stage: str) -> None:
         self._strike("setup")
+
+    @override
+    def configure_optimizers(self) -> Any:
+        self._strike("optimizers")
+        return super().configure_optimizers()
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
@@ -190,7 +208,8 @@ def train(setting: Setting, rank: int = 0, trainer: Callable[..., pl.Trainer] = 
         "use_distributed_sampler": False,
     }
     rows, batch_size = 4 * _BATCHES * setting.devices, 4
-    training, validation = (shard(rank, setting.devices, rows, batch_size) for _ in range(2))
+    validation = shard(rank, setting.devices, rows, batch_size)
+    training = DataLoader(validation.dataset, batch_size, num_workers=setting.workers)
     # The strategy has more patience with ranks that start than a test has.
     with patch("ringstrategy.strategies.ring_ddp._MEETING_TIMEOUT", timedelta(seconds=max(setting.timeout, 20.0))):
         trainer(**options).fit(Ruined(setting), training, validation)

@@ -33,7 +33,7 @@ REASONS = {
     "sleep": "did not reach .* within 5 s",
 }
 START_AND_END = ("before meeting", "teardown")
-WATCHED = PHASES[PHASES.index("setup") : PHASES.index("teardown")]
+WATCHED = ("setup", *PHASES[PHASES.index("forward") : PHASES.index("teardown")])
 Case = tuple[str, str, int, int]  # kind, phase, number of ranks, the one that fails
 
 
@@ -99,7 +99,7 @@ QUICK: set[Case] = {
 }
 
 
-@matrix(cases(("exception", "kill", "stop"), WATCHED), QUICK)
+@matrix((*cases(("exception", "kill", "stop"), WATCHED), *cases(("exception",), ("optimizers",))), QUICK)
 def test_every_other_rank_ends_and_names_the_one_that_failed(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
@@ -216,3 +216,10 @@ def test_a_script_whose_rank_stays_away_fails(tmp_path: Path) -> None:
         assert re.search(
             rf"rank {other}: rank 1 failed first .* did not reach gradient bucket 0 \(net", completed.stderr
         ), completed
+
+
+@pytest.mark.slow
+def test_processes_that_load_data_for_a_killed_rank_end_too(tmp_path: Path) -> None:
+    """They hold its sockets open, and must neither hide its death nor outlive it for long."""
+    completed = ruin_script(Setting("kill", 1, "forward", str(tmp_path), workers=1))
+    assert re.search(r"rank 0: rank 1 failed first .*the process is gone", completed.stderr), completed
