@@ -123,7 +123,9 @@ def _make(command: str, folder: Path) -> None:
         "test": "pytest -m 'not slow'",
         "docs": "sphinx-build -W -b html docs docs/_build",
     }
-    done = subprocess.run([program, "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    # A make inside `make test` would also say which folder it leaves.
+    how = [program, "--no-print-directory", "--dry-run", target]
+    done = subprocess.run(how, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1].endswith(last[target])
 
 
