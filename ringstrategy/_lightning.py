@@ -57,6 +57,8 @@ def _reported(strategy: RingDDPStrategy, trainer: pl.Trainer | None) -> Iterator
     """Tell the other ranks of an exception on its way out, and let no termination look like success."""
     try:
         yield
+        if trainer is not None and trainer.received_sigterm:
+            raise SIGTERMException  # it came after the last batch, where no loop looks any more
     except _TunerExitException:
         raise  # how the Tuner ends a trial, on all ranks
     except BaseException as error:
@@ -73,6 +75,8 @@ def _reported(strategy: RingDDPStrategy, trainer: pl.Trainer | None) -> Iterator
 class _Terminate:
     """Notes SIGTERM for the loops, which end after the present batch, and hands it on to the processes of a launcher.
 
+    The loop of `predict` does not look, and has nothing to keep consistent: it ends at once.
+
     In place of Lightning's handler, which also broadcasts, in the middle of whatever this rank does: where another
     rank does something else, their collectives are paired wrongly and hang.
     """
@@ -84,6 +88,8 @@ class _Terminate:
         if not connector.received_sigterm and launcher is not None:
             launcher.kill(signum)
         connector.received_sigterm = True
+        if self.trainer.predicting:
+            raise SIGTERMException(_TERMINATED)
 
 
 def _defer_termination(trainer: pl.Trainer | None) -> None:
@@ -135,6 +141,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
         self._until_met = contextlib.ExitStack()
+        self._children: Children | None = None
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -146,7 +153,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             with introduced_to_children():
                 self._call_children_scripts()
             if self.procs:
-                running = Children(self.procs, timeout).running()
+                self._children = Children(self.procs, timeout)
+                running = self._children.running()
         elif isinstance(environment, LightningEnvironment) and environment.local_rank() != 0:
             self._until_met.enter_context(tied_to_parent(timeout))
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -157,6 +165,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def ranks_have_met(self) -> None:
         """From here on the ranks watch each other, and need not end together."""
         self._until_met.close()
+        if self._children is not None:
+            self._children.ranks_have_met()
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):

@@ -28,8 +28,9 @@ _LAUNCHER = "RINGSTRATEGY_LAUNCHER_PID"
 class Children:
     """The ranks that rank 0 has started on its host.
 
-    While a trainer function runs, a child that ends with an error brings the others down, should they not end by
-    themselves. When this process exits it waits for its children, and its exit code is not 0 if one of theirs is not.
+    While a trainer function runs, a child that ends with an error, or before the ranks have met, brings the others
+    down, should they not end by themselves. When this process exits it waits for its children, and its exit code is not
+    0 if one of theirs is not.
 
     Args:
         processes: the children, local ranks 1, 2, ...
@@ -43,7 +44,8 @@ class Children:
         self._grace = grace
         self._stopped = StoppedProcesses(timeout)
         self._active = threading.Event()
-        self._failed = False
+        self._have_met = False
+        self._error: BaseException | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringstrategy-children", daemon=True)
         self._thread.start()
@@ -55,22 +57,27 @@ class Children:
         self._active.set()
         try:
             yield
-        except BaseException:
-            self._failed = True
-            if not dist.is_initialized():
+        except BaseException as error:
+            self._error = error
+            if not self._have_met:
                 self._kill()  # they wait to meet this rank, and nothing else tells them that it will not come
             raise
         finally:
             self._active.clear()
 
+    def ranks_have_met(self) -> None:
+        """From here on the ranks watch each other, too."""
+        self._have_met = True
+
     def _running(self) -> list[int]:
         return [process.pid for process in self._processes if process.poll() is None]
 
-    def _failures(self) -> list[str]:
+    def _ended(self, *, sound: bool) -> list[str]:
+        """Children that have ended, with those that did so with exit code 0 or without."""
         return [
             f"rank {rank} (pid {process.pid}) ended with exit code {process.returncode}"
             for rank, process in enumerate(self._processes, start=1)
-            if process.poll() not in (None, 0)
+            if process.poll() is not None and (sound or process.returncode != 0)
         ]
 
     def _kill(self) -> None:
@@ -83,15 +90,13 @@ class Children:
         since = None
         while not self._done.wait(_TICK_SECONDS):
             self._stopped.end(self._running())
-            failures = self._failures()
-            if not failures and not self._running():
-                return
-            if not failures or not self._active.is_set():
+            failures = self._ended(sound=not self._have_met) if self._active.is_set() else []
+            if not failures:
                 since = None
                 continue
             since = since or time.monotonic()
             # Ranks that have met hear of the failure and end by themselves. Those that have not wait to meet.
-            if not dist.is_initialized() or time.monotonic() - since > self._grace:
+            if not self._have_met or time.monotonic() - since > self._grace:
                 # The main thread waits for somebody who will not come, where no error reaches it.
                 self._kill()
                 sys.stderr.write(f"rank 0: {'; '.join(failures)}; this run cannot go on.\n")
@@ -99,19 +104,21 @@ class Children:
                 os._exit(1)
 
     def _wait_at_exit(self) -> None:
-        failing = self._failed or getattr(sys, "last_value", None) is not None
+        uncaught = getattr(sys, "last_value", None) is not None
         self._done.set()
         self._thread.join()
         if dist.is_initialized():
             # A child that still waits for this rank learns that it will not come.
             dist.destroy_process_group()
-        deadline = time.monotonic() + (self._grace if failing else max(self._timeout, _EXIT_SECONDS))
+        patience = self._grace if uncaught or self._error is not None else max(self._timeout, _EXIT_SECONDS)
+        deadline = time.monotonic() + patience
         while (running := self._running()) and time.monotonic() < deadline:
             self._stopped.end(running)
             time.sleep(_TICK_SECONDS / 10)
         self._kill()
-        failures = self._failures()
-        if failures and not failing:
+        failures = self._ended(sound=False)
+        if failures and not uncaught and not isinstance(self._error, SystemExit):
+            # Otherwise the exit code tells of a failure already, unless the program has caught the error.
             sys.stderr.write(f"rank 0 is done, but {'; '.join(failures)}.\n")
             sys.stdout.flush()
             sys.stderr.flush()

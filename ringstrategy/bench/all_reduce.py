@@ -36,7 +36,7 @@ from ringstrategy.process_group import RankGroup
 __all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "measure", "modulus"]
 
 COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
-_SMALL = 2**24  # all-reduces of less than this are timed several at a time ...
+_SMALL = 2**23  # all-reduces of less than this are timed several at a time ...
 _MAX_CALLS = 64  # ... up to so many
 _GRACE_S = 3.0  # for the other ranks to end by themselves when one has died
 

@@ -37,13 +37,16 @@ class Sharded(Regression):
     def _shard(self) -> DataLoader[tuple[Tensor, ...]]:
         return shard(self.trainer.global_rank, self.trainer.world_size, ROWS, BATCH_SIZE)
 
-    train_dataloader = val_dataloader = test_dataloader = _shard
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _shard
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
 
 
 class Used(NamedTuple):

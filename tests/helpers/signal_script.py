@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.helpers.launch_script import Sharded, trainer
 from tests.helpers.models import Batch
 
-__all__ = ["TRAINING", "train"]
+__all__ = ["TRAINING", "Slow", "train"]
 
 TRAINING = "rank {} trains"
 

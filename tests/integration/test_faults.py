@@ -114,7 +114,7 @@ def test_every_other_rank_ends_and_names_the_one_that_failed(
     assert (f"boom-on-rank-{rank}" if kind == "exception" else "was killed by SIGKILL") in own
 
 
-@matrix(cases(("sleep",), ("setup", "forward", "validation"), (3,)))
+@matrix(("sleep", phase, 3, rank) for rank, phase in enumerate(("setup", "forward", "validation")))
 def test_a_rank_that_stays_away_is_named_and_ended(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
@@ -138,10 +138,10 @@ def test_after_the_last_collective_the_others_finish(
 # -- with a launcher -------------------------------------------------------------------------------------------------
 
 
-FORKED_PHASES = ("before meeting", "setup", "all-reduce", "checkpoint", "teardown")
-
-
-@matrix(cases(("exception", "kill", "stop"), FORKED_PHASES, (2,)), {("kill", "all-reduce", 2, 0)})
+@matrix(
+    cases(("exception", "kill", "stop"), ("before meeting", "all-reduce", "checkpoint", "teardown"), (2,)),
+    {("kill", "all-reduce", 2, 0)},
+)
 def test_forked_workers_end_and_the_launching_process_raises(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_script_ends_with_the_error_of_the_rank_that_raised(
             assert re.search(rf"rank {other}: rank {rank} failed first .*boom-on-rank-{rank}", completed.stderr)
 
 
-@matrix((*cases(("kill",), START_AND_END, (2,)), *cases(("kill",), ("forward",), (3,))))
+@matrix((*cases(("kill",), START_AND_END, (2,)), ("kill", "forward", 3, 0), ("kill", "forward", 3, 1)))
 def test_a_script_whose_rank_is_killed_fails(tmp_path: Path, kind: str, phase: str, world_size: int, rank: int) -> None:
     """Symptom: survivors keep running."""
     completed = ruin_script(Setting(kind, rank, phase, str(tmp_path), devices=world_size), (-9,) if rank == 0 else (1,))

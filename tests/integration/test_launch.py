@@ -6,24 +6,20 @@ import importlib
 import json
 import re
 import socket
-from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor, nn
 
 import ringstrategy
 from ringstrategy.registration import register
 from tests.helpers import launch_script
 from tests.helpers.launch_script import BATCH_SIZE, ROWS, WORLD_SIZE, Sharded, Used, digest
-from tests.helpers.models import Batch, Regression
-from tests.helpers.ranks import RanksFailedError, run_ranks
+from tests.helpers.models import Regression
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import Completed, run_script, start_script
 from tests.helpers.trainers import fit_ranks, trainer_on_rank
 
@@ -204,69 +200,46 @@ def test_a_rank_that_fails_after_training_fails_the_job() -> None:
     assert re.search(r"rank 0 is done, but rank 1 \(pid \d+\) ended with exit code 1", completed.stderr), completed
 
 
-# -- what a start checks ---------------------------------------------------------------------------------------------
+def test_a_rank_that_leaves_before_it_has_met_the_others_fails_the_job() -> None:
+    """Symptom: rank 0 waits for minutes for ranks that do not come."""
+    completed = run_script(
+        """
+        import os
+
+        if __name__ == "__main__" and "LOCAL_RANK" not in os.environ:  # as if only one process were to train
+            from tests.helpers.launch_script import fit
+
+            fit("ring_ddp")
+        """
+    )
+    assert completed.returncode == 1, completed
+    assert not completed.leftover_pids, completed
+    assert re.search(r"rank 0: rank 1 \(pid \d+\) ended with exit code 0; this run cannot go on", completed.stderr)
 
 
-def _start_without_training(rank: int, world_size: int) -> None:
-    frozen = Sharded()
-    frozen.freeze()
-    trainer_on_rank(rank, world_size).test(frozen, verbose=False)
+@pytest.mark.slow
+def test_a_failure_that_the_program_catches_still_fails_the_job() -> None:
+    completed = run_script(
+        """
+        import os
+        import signal
 
+        from ringstrategy import RankFailure
+        from tests.helpers.launch_script import Sharded, trainer
 
-class WithoutParameters(Sharded):
-    """Has nothing to train."""
+        class Killed(Sharded):
+            def on_train_batch_end(self, *args):
+                if self.trainer.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Identity()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return torch.zeros((), requires_grad=True)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def _train_nothing(rank: int, world_size: int) -> int:
-    trainer = trainer_on_rank(rank, world_size)
-    trainer.fit(WithoutParameters())
-    return trainer.fit_loop.epoch_loop.batch_idx
-
-
-def test_nothing_to_train_is_no_error() -> None:
-    run_ranks(_start_without_training, 2)
-    assert run_ranks(_train_nothing, 2) == [2, 2]
-
-
-def _other_shape(rank: int) -> Regression:
-    return Regression(rank, net=nn.Sequential(nn.Linear(8, 6 + rank), nn.Tanh(), nn.Linear(6 + rank, 3)))
-
-
-def _other_order(rank: int) -> Regression:
-    names = ["a", "b"] if rank == 0 else ["b", "a"]
-    return Regression(rank, net=nn.Sequential(OrderedDict((name, nn.Linear(8, 8)) for name in names)))
-
-
-def _other_number(rank: int) -> Regression:
-    return Regression(rank, net=nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 + rank))))
-
-
-FIRST_DIFFERENCE: dict[Callable[[int], Regression], tuple[str, str]] = {
-    _other_shape: ("'net.0.weight' with shape (6, 8)", "'net.0.weight' with shape (7, 8)"),
-    _other_order: ("'net.a.weight' with shape (8, 8)", "'net.b.weight' with shape (8, 8)"),
-    _other_number: ("absent", "'net.2.weight' with shape (8, 8)"),
-}
-
-
-@pytest.mark.parametrize("build", FIRST_DIFFERENCE)
-def test_ranks_with_different_models_are_refused(build: Callable[[int], Regression]) -> None:
-    """Symptom: gradients of one layer are added to those of another."""
-    on_0, on_1 = map(re.escape, FIRST_DIFFERENCE[build])
-    with pytest.raises(RanksFailedError) as failure:
-        fit_ranks(build, 2, rows=16, batch_size=4)
-    for outcome in failure.value.outcomes:
-        message = rf"ParameterMismatch: The ranks do not hold the same model: .* {on_0}.* rank 0 and {on_1}.* rank 1"
-        assert re.search(message, str(outcome.error)), outcome.error
+        if __name__ == "__main__":
+            try:
+                trainer("ring_ddp").fit(Killed())
+            except RankFailure as failure:
+                print("caught", failure)
+        """
+    )
+    assert completed.returncode == 1, completed
+    assert not completed.leftover_pids, completed
+    assert "caught rank 1 failed first" in completed.stdout, completed
+    assert re.search(r"rank 0 is done, but rank 1 \(pid \d+\) ended with exit code -9", completed.stderr), completed

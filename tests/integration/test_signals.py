@@ -16,7 +16,7 @@ from tests.helpers.launch_script import Sharded
 from tests.helpers.models import Batch
 from tests.helpers.ranks import RanksFailedError, run_ranks
 from tests.helpers.scripts import RunningScript, start_script
-from tests.helpers.signal_script import TRAINING
+from tests.helpers.signal_script import TRAINING, Slow
 from tests.helpers.trainers import trainer_on_rank
 
 Receiver = Literal["main process", "whole group", "other rank"]
@@ -112,3 +112,21 @@ def test_ranks_that_are_apart_when_terminated_do_not_wait_for_each_other() -> No
     with pytest.raises(RanksFailedError) as failure:
         run_ranks(_be_terminated_apart, 2, timeout=30.0, grace=10.0)
     assert [outcome.error_type for outcome in failure.value.outcomes] == ["SIGTERMException"] * 2
+
+
+def _be_terminated_in(rank: int, world_size: int, hook: str, entry_point: str) -> None:
+    terminated = type("Terminated", (Slow,), {hook: lambda self, *_: os.kill(os.getpid(), signal.SIGTERM)})
+    getattr(trainer_on_rank(rank, world_size), entry_point)(terminated())
+
+
+@pytest.mark.parametrize(
+    ("hook", "entry_point"),
+    [("on_predict_start", "predict"), ("on_train_end", "fit"), ("on_test_end", "test")],
+)
+def test_a_signal_that_no_loop_looks_for_still_ends_the_job(hook: str, entry_point: str) -> None:
+    """Symptom: a job that was told to end goes on, and looks successful."""
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(_be_terminated_in, 2, hook, entry_point, timeout=30.0)
+    # A rank may hear of the other's end before its own signal.
+    assert {outcome.error_type for outcome in failure.value.outcomes} - {"RankFailure"} == {"SIGTERMException"}
+    assert all("SIGTERMException" in str(outcome.error) for outcome in failure.value.outcomes)
