@@ -3,11 +3,10 @@
 Conventions are those of nccl-tests: ``algbw`` is the buffer's size over the time of one all-reduce, ``busbw`` is
 ``algbw * 2(n-1)/n``, which is what each rank has to send at least and therefore comparable between numbers of ranks.
 
-One repeat of one collective is: fill the buffers, barrier, a few all-reduces one after the other, each waited for.
-Its time is that of the slowest rank over the number of all-reduces, which are several for small sizes, so that ranks
-leaving the barrier one after the other do not weigh. The collectives take turns repeat by repeat: whatever else the
-machine does meets all of them. Each all-reduce, also the timed ones, has its own buffer, and every element of the
-result is compared with the exact sum afterwards.
+One repeat of one collective is: an all-reduce of numbers that differ by rank and element, every sum of which is
+compared with the exact one; a barrier; and some all-reduces of the same buffer one after the other, each waited for.
+Its time is that of the slowest rank over the number of the latter, so that ranks leaving the barrier one after the
+other do not weigh. The collectives take turns repeat by repeat: whatever else the machine does meets all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "me
 
 COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
 _SMALL = 2**23  # all-reduces of less than this are timed several at a time ...
-_MAX_CALLS = 64  # ... up to so many
+_MIN_CALLS, _MAX_CALLS = 5, 64  # ... within these bounds
 _GRACE_S = 3.0  # for the other ranks to end by themselves when one has died
 
 
@@ -219,21 +218,23 @@ def _measure_size(collectives: list[Collective], nbytes: int, rank: int, config:
     mine = contribution(rank, config.ranks, count, dtype).to(dtype)
     each = (contribution(other, config.ranks, count, dtype) for other in range(config.ranks))
     expected = sum(each, start=torch.zeros(count, dtype=torch.int64)).to(dtype)
-    calls = max(1, min(_MAX_CALLS, _SMALL // nbytes))
-    buffers = [collective.allocate(calls * nbytes).view(dtype).view(calls, count) for collective in collectives]
-    rows = [list(buffer) for buffer in buffers]
+    calls = max(_MIN_CALLS, min(_MAX_CALLS, _SMALL // nbytes))
+    buffers = [collective.allocate(nbytes).view(dtype) for collective in collectives]
 
     seconds: list[list[float]] = [[] for _ in collectives]
     problem: str | None = None
     for _ in range(config.warmup + config.repeats):
-        for collective, buffer, views, times in zip(collectives, buffers, rows, seconds, strict=True):
+        for collective, buffer, times in zip(collectives, buffers, seconds, strict=True):
             buffer.copy_(mine)
+            collective.all_reduce(buffer, background=False).wait()
+            problem = problem or _difference(buffer.view(1, count), expected, collective.name, rank)
+            buffer.zero_()  # sums of sums would grow beyond all numbers
             dist.barrier()
             start = time.perf_counter()
-            for view in views:
-                collective.all_reduce(view, background=False).wait()
+            for _ in range(calls):
+                collective.all_reduce(buffer, background=False).wait()
             times.append((time.perf_counter() - start) / calls)
-            problem = problem or _difference(buffer, expected, collective.name, rank)
+            problem = problem or _difference(buffer.view(1, count), torch.zeros_like(expected), collective.name, rank)
 
     of_all_ranks: list[tuple[list[list[float]], str | None]] = [([], None)] * config.ranks
     dist.all_gather_object(of_all_ranks, (seconds, problem))
