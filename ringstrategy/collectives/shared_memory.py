@@ -60,17 +60,20 @@ class SharedMemoryWork:
         buffer: what to sum.
         take_over: returns when this all-reduce is done; runs what is pending in the calling thread, unless the worker
             is at it.
+
+    Attributes:
+        finished: whether it is over.
     """
 
     def __init__(self, buffer: Tensor, take_over: Callable[[SharedMemoryWork], None]) -> None:
         self.buffer = buffer
         self._take_over = take_over
-        self._finished = False
+        self.finished = False
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Block until the buffer holds the sum and may be written again."""
-        if not self._finished:
+        if not self.finished:
             self._take_over(self)
         if self._error is not None:
             raise self._error
@@ -78,12 +81,7 @@ class SharedMemoryWork:
     def finish(self, error: BaseException | None = None) -> None:
         """Say that it is over, with ``error`` if there is one."""
         self._error = error
-        self._finished = True
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is over."""
-        return self._finished
+        self.finished = True
 
 
 @dataclass(frozen=True, slots=True)
