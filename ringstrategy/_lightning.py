@@ -16,14 +16,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose as SignalHandlers
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ringstrategy.children import Children, ending_stopped, introduced_to_children, tied_to_parent
@@ -38,6 +45,14 @@ __all__ = [
     "SignalHandlers",
     "WrappingCheckpointIO",
     "all_gather",
+    "bare",
+    "batch_value",
+    "metric_state",
+    "move_own",
+    "optimizers_to_device",
+    "set_batch_value",
+    "set_metric_state",
+    "torn_down_without_module",
     "trainer_of",
 ]
 
@@ -50,6 +65,51 @@ _GRACE_SECONDS = 10.0
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer that a module is attached to, if any; the public property raises without one."""
     return module._trainer
+
+
+def move_own(module: pl.LightningModule, device: torch.device) -> None:
+    """Move a module to a device as ``module.to(device)`` does, but for tensors on the meta device, which stay there."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    for child in module.modules():
+        if isinstance(child, _DeviceDtypeModuleMixin):
+            child._device = device
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """All that a metric has gathered."""
+    return {"_update_count": metric._update_count, **metric.metric_state}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Undo :func:`metric_state`, in another process."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._computed = None
+
+
+def batch_value(metric: Metric) -> Any:
+    """What a metric was for the last batch alone; Lightning logs it per step."""
+    return metric._forward_cache
+
+
+def set_batch_value(metric: Metric, value: Any) -> None:
+    """Set what :func:`batch_value` returns."""
+    metric._forward_cache = value
+
+
+def bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The optimizer itself, without what Lightning wraps around it."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+@contextlib.contextmanager
+def torn_down_without_module(strategy: DDPStrategy) -> Iterator[None]:
+    """Keep ``teardown`` from moving the module to the host, which meta tensors cannot do."""
+    module, strategy._lightning_module = strategy._lightning_module, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module
 
 
 @contextlib.contextmanager

@@ -42,6 +42,6 @@ class BufferSync:
             if not also_statistics and isinstance(child, _NormBase) and child.training:
                 continue
             for buffer in child.buffers(recurse=False):
-                if id(buffer) not in seen:
+                if id(buffer) not in seen and not buffer.is_meta:
                     seen.add(id(buffer))
                     yield buffer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -62,34 +63,97 @@ class Rank:
 
 
 class RankGroup:
-    """All ranks of the default process group, with a control channel for Python objects.
+    """Ranks that talk to each other: all of a run, or some of them; with a control channel for Python objects.
+
+    Made by :meth:`connect` and :meth:`split`.
 
     Args:
+        process_group: for tensors on ``device``.
+        control: for objects; it works on host memory.
+        ranks: the members.
         device: this rank's device.
         timeout: how long a rank may keep the others waiting.
+        owned: the process groups to leave in :meth:`close`.
 
     Attributes:
-        ranks: who they are, by rank.
-        control: the process group for objects; it works on host memory.
+        rank: this process's place in the group; ``ranks[rank].rank`` is its number in the run.
+        world_size: number of members.
+        ranks: who they are, by place in the group.
     """
 
-    def __init__(self, device: torch.device, timeout: timedelta) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup | None,
+        ranks: Sequence[Rank],
+        device: torch.device,
+        timeout: timedelta,
+        owned: Sequence[dist.ProcessGroup | None] = (),
+    ) -> None:
+        self.process_group = process_group
+        self.control = control
+        self.ranks = tuple(ranks)
+        self.rank = dist.get_rank(process_group)
+        self.world_size = len(self.ranks)
         self.device = device
         self.timeout = timeout
-        # Objects travel over the host: a device backend would stage them through device memory and its streams.
-        on_device = dist.get_backend() != "gloo"
-        self.control: dist.ProcessGroup | None = dist.group.WORLD
-        if on_device:
-            self.control = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
-        self._owns_control = on_device
-        self.ranks: tuple[Rank, ...] = tuple(self.exchange(Rank(self.rank, os.getpid(), os.getuid(), Host.here())))
+        self._owned = list(owned)
 
     @classmethod
     def connect(cls, device: torch.device, timeout: timedelta) -> RankGroup:
-        """Meet the other ranks. Collective; the default process group must be initialised."""
-        return cls(device, timeout)
+        """Meet all ranks of the run. Collective; the default process group must be initialised.
+
+        Args:
+            device: this rank's device.
+            timeout: how long a rank may keep the others waiting.
+        """
+        world = dist.group.WORLD
+        # Objects travel over the host: a device backend would stage them through device memory and its streams.
+        separate = dist.get_backend() != "gloo"
+        control: dist.ProcessGroup | None = world
+        if separate:
+            control = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
+        ranks = _exchange(Rank(dist.get_rank(), os.getpid(), os.getuid(), Host.here()), control)
+        return cls(world, control, ranks, device, timeout, owned=(control,) if separate else ())
+
+    def split(self, members_of_each: Sequence[Sequence[int]]) -> RankGroup:
+        """Divide the ranks into groups that do not overlap. Collective.
+
+        A 2 x 3 grid of replicas and stages, for instance, is split into rows and, again, into columns:
+
+        .. code-block:: text
+
+            rows [[0, 1, 2], [3, 4, 5]]      columns [[0, 3], [1, 4], [2, 5]]
+
+        Args:
+            members_of_each: the ranks of each group, in ascending order; the same on all ranks.
+
+        Returns:
+            The group that this rank belongs to. It outlives neither this one nor the default process group.
+
+        Raises:
+            ValueError: a rank is in no group or in two, the order is another, or this group is itself a part.
+        """
+        groups = [list(members) for members in members_of_each]
+        if self.world_size != dist.get_world_size():
+            raise ValueError("Only the group of all ranks can be split: every rank takes part in forming each group.")
+        if sorted(itertools.chain(*groups)) != list(range(self.world_size)) or any(g != sorted(g) for g in groups):
+            raise ValueError(
+                f"Every one of the ranks 0 to {self.world_size - 1} belongs to one group, in ascending order; "
+                f"got {groups}."
+            )
+        process_group = control = _new_groups(groups, self.timeout)
+        if self.control is not self.process_group:
+            control = _new_groups(groups, self.timeout, "gloo")
+        mine = next(members for members in groups if self.rank in members)
+        owned = (process_group,) if control is process_group else (process_group, control)
+        ranks = [self.ranks[member] for member in mine]
+        return RankGroup(process_group, control, ranks, self.device, self.timeout, owned)
+
+    @property
+    def me(self) -> Rank:
+        """This process."""
+        return self.ranks[self.rank]
 
     @cached_property
     def one_host(self) -> bool:
@@ -99,25 +163,22 @@ class RankGroup:
     @cached_property
     def neighbours(self) -> tuple[Rank, ...]:
         """The other ranks of this rank's host."""
-        here = self.ranks[self.rank].host
-        return tuple(rank for rank in self.ranks if rank.host == here and rank.rank != self.rank)
+        return tuple(rank for rank in self.ranks if rank.host == self.me.host and rank is not self.me)
 
     def exchange(self, value: T) -> list[T]:
         """Give ``value`` to every rank.
 
         Returns:
-            The values of all ranks, by rank.
+            The values of all ranks, by place in the group.
         """
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return _exchange(value, self.control)
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
         """Overwrite ``tensors`` on every rank with those of rank ``src``, one message per dtype.
 
         Args:
             tensors: dense tensors of the same shapes on all ranks.
-            src: the rank that has the values.
+            src: the place in the group of the rank that has the values.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
@@ -126,7 +187,8 @@ class RankGroup:
         for same in by_dtype.values():
             flat = torch.cat([_as_real(tensor).reshape(-1).to(self.device) for tensor in same])
             # gloo has no bool; a byte is a byte.
-            dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, src)
+            raw = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+            dist.broadcast(raw, group=self.process_group, group_src=src)
             if self.rank == src:
                 continue
             sizes = [_as_real(tensor).numel() for tensor in same]
@@ -135,10 +197,24 @@ class RankGroup:
                 real.copy_(piece.view(real.shape))
 
     def close(self) -> None:
-        """Leave the control channel. Touches no other rank."""
-        if self._owns_control and dist.is_initialized():
-            dist.destroy_process_group(self.control)
-        self._owns_control = False
+        """Leave the process groups that were made for this one. Touches no other rank."""
+        while self._owned:
+            owned = self._owned.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(owned)
+
+
+def _exchange(value: T, control: dist.ProcessGroup | None) -> list[T]:
+    values: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(values, value, group=control)
+    return values
+
+
+def _new_groups(groups: list[list[int]], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """Form all groups, as every rank must; the one of this rank."""
+    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -157,17 +233,17 @@ def check_same_parameters(group: RankGroup, named_parameters: Iterable[tuple[str
     """
     mine = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named_parameters]
     everyone = group.exchange(mine)
-    expected = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        if theirs == expected:
+    first, numbers = everyone[0], [rank.rank for rank in group.ranks]
+    for rank, theirs in zip(numbers, everyone, strict=True):
+        if theirs == first:
             continue
-        index = next((i for i, pair in enumerate(zip(expected, theirs, strict=False)) if pair[0] != pair[1]), None)
+        index = next((i for i, pair in enumerate(zip(first, theirs, strict=False)) if pair[0] != pair[1]), None)
         if index is None:
-            index = min(len(expected), len(theirs))
+            index = min(len(first), len(theirs))
         raise ParameterMismatch(
-            f"The ranks do not hold the same model: parameter {index} is {_describe(expected, index)} on rank 0 and "
-            f"{_describe(theirs, index)} on rank {rank} ({len(expected)} and {len(theirs)} parameters in all). Build "
-            "the same layers in the same order on every rank; only their initial values may differ."
+            f"The ranks do not hold the same model: parameter {index} is {_describe(first, index)} on rank "
+            f"{numbers[0]} and {_describe(theirs, index)} on rank {rank} ({len(first)} and {len(theirs)} parameters in "
+            "all). Build the same layers in the same order on every rank; only their initial values may differ."
         )
 
 

@@ -7,24 +7,23 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from ringstrategy.strategies.pipeline import PipelineStrategy
 from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 
 __all__ = ["register"]
 
 # Every name of `ddp` has its counterpart, so that a change of one string never fails.
-_START_METHODS = {"ring_ddp": "popen", "ring_ddp_spawn": "spawn", "ring_ddp_fork": "fork", "ring_ddp_notebook": "fork"}
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_SCHEDULES = {"gpipe": "gpipe", "pipeline_1f1b": "1f1b"}
 _OTHER_FLAVOUR = "pytorch_lightning"
 
 
 def register() -> None:
     """Register the strategies with Lightning. Idempotent."""
-    for name, arguments in _names().items():
+    for name, (strategy, arguments) in _names().items():
+        described = ", ".join(f"`{key}={value!r}`" for key, value in arguments.items())
         StrategyRegistry.register(
-            name,
-            RingDDPStrategy,
-            description=f"Ring all-reduce data-parallel strategy with `start_method` '{arguments['start_method']}'",
-            override=True,
-            **arguments,
+            name, strategy, description=f"{strategy.__name__} with {described}", override=True, **arguments
         )
     if _OTHER_FLAVOUR in sys.modules:
         # Its classes are not those of `lightning`; a name that explains beats "invalid strategy name".
@@ -33,15 +32,17 @@ def register() -> None:
             registry.register(name, _WrongFlavour, description="only for `lightning.pytorch`", override=True)
 
 
-def _names() -> dict[str, dict[str, Any]]:
-    names: dict[str, dict[str, Any]] = {}
-    for name, start_method in _START_METHODS.items():
-        names[name] = {"start_method": start_method}
+def _names() -> dict[str, tuple[type[RingDDPStrategy], dict[str, Any]]]:
+    names: dict[str, tuple[type[RingDDPStrategy], dict[str, Any]]] = {}
+    for suffix, start_method in _START_METHODS.items():
+        names[f"ring_ddp{suffix}"] = RingDDPStrategy, {"start_method": start_method}
         for find_unused in (False, True):
-            names[f"{name}_find_unused_parameters_{str(find_unused).lower()}"] = {
-                "start_method": start_method,
-                "find_unused_parameters": find_unused,
-            }
+            names[f"ring_ddp{suffix}_find_unused_parameters_{str(find_unused).lower()}"] = (
+                RingDDPStrategy,
+                {"start_method": start_method, "find_unused_parameters": find_unused},
+            )
+        for name, schedule in _SCHEDULES.items():
+            names[f"{name}{suffix}"] = PipelineStrategy, {"start_method": start_method, "schedule": schedule}
     return names
 
 

@@ -63,7 +63,7 @@ def train_step_table(rows: Sequence[TrainStepRow]) -> Table:
         "rounds",
         *(f"vs {row.strategy}" for row in of_base["ddp"]),
         *(f"over {row.strategy}" for row in of_base["none"]),
-        *(["all-reduce", "exposed"] if counted else []),
+        *(["all-reduce", "exposed", "copies"] if counted else []),
         "peak PSS MiB",
     ):
         table.add_column(name, justify="right")
@@ -74,7 +74,7 @@ def train_step_table(rows: Sequence[TrainStepRow]) -> Table:
             f"{min(row.rounds_s) * 1e3:.1f} to {max(row.rounds_s) * 1e3:.1f} ms",
             *(f"{other.median_s / row.median_s:.2f}x" for other in of_base["ddp"]),
             *(f"{row.median_s / other.median_s - 1:+.0%}" for other in of_base["none"]),
-            *((_optional(row.all_reduce_s), _optional(row.exposed_s)) if counted else ()),
+            *(map(_optional, (row.all_reduce_s, row.exposed_s, row.copy_s)) if counted else ()),
             f"{row.peak_pss_MiB:.0f}",
         )
     return table

@@ -124,6 +124,7 @@ class TrainStepRow:
         rounds_s: the medians of the rounds.
         all_reduce_s: time per step that the collective was busy (median over the rounds), where the strategy counts it.
         exposed_s: the part of it that training waited for, likewise.
+        copy_s: time per step that copying gradients into buckets added to backward, likewise.
     """
 
     strategy: str
@@ -134,6 +135,7 @@ class TrainStepRow:
     rounds_s: tuple[float, ...]
     all_reduce_s: float | None
     exposed_s: float | None
+    copy_s: float | None = None
 
 
 def measure(config: TrainStepConfig, progress: Callable[[str], None] = lambda _: None) -> list[TrainStepRow]:
@@ -169,6 +171,7 @@ def _row(config: TrainStepConfig, contender: Contender, runs: list[list[RankResu
         rounds_s=rounds_s,
         all_reduce_s=_median(ranks[0].all_reduce_s for ranks in runs),
         exposed_s=_median(ranks[0].exposed_s for ranks in runs),
+        copy_s=_median(ranks[0].copy_s for ranks in runs),
     )
 
 

@@ -25,6 +25,7 @@ from ringstrategy import RingDDPStrategy
 from ringstrategy.allocator import keep_freed_memory
 from ringstrategy.bench.memory import PeakPss
 from ringstrategy.bench.models import SyntheticBatches, SyntheticClassifier, build_network
+from ringstrategy.communication import Communication
 
 __all__ = ["NoSyncStrategy", "RankResult", "TrainRun", "main"]
 
@@ -63,6 +64,7 @@ class RankResult:
         parameters: digest of the parameters after the last step.
         all_reduce_s: time per step that the collective was busy, where the strategy counts it.
         exposed_s: time per step that training waited for it, where the strategy counts it.
+        copy_s: time per step that copying gradients into buckets added to backward, where the strategy counts it.
     """
 
     median_s: float
@@ -70,6 +72,7 @@ class RankResult:
     parameters: str
     all_reduce_s: float | None
     exposed_s: float | None
+    copy_s: float | None
 
 
 class NoSyncStrategy(DDPStrategy):
@@ -86,7 +89,7 @@ class _Watch(pl.Callback):
         self.starts: list[float] = []
         self._run = run
         self._pss = pss
-        self._communication: list[tuple[float, float] | None] = []
+        self._communication: list[Communication | None] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         step = len(self.starts)
@@ -102,18 +105,20 @@ class _Watch(pl.Callback):
         timed = self.starts[self._run.warmup : self._run.warmup + self._run.steps + 1]
         return statistics.median(end - start for start, end in pairwise(timed))
 
-    def communication_s(self) -> tuple[float | None, float | None]:
-        """All-reduce and exposed time per timed step."""
+    def communication_s(self) -> tuple[float | None, float | None, float | None]:
+        """All-reduce, exposed and copy time per timed step."""
         before, after = self._communication
         if before is None or after is None:
-            return None, None
-        return (after[0] - before[0]) / self._run.steps, (after[1] - before[1]) / self._run.steps
+            return None, None, None
+        return (
+            (after.seconds - before.seconds) / self._run.steps,
+            (after.exposed_seconds - before.exposed_seconds) / self._run.steps,
+            (after.copy_seconds - before.copy_seconds) / self._run.steps,
+        )
 
 
-def _communication(trainer: pl.Trainer) -> tuple[float, float] | None:
-    if not isinstance(trainer.strategy, RingDDPStrategy):
-        return None
-    return trainer.strategy.communication.seconds, trainer.strategy.communication.exposed_seconds
+def _communication(trainer: pl.Trainer) -> Communication | None:
+    return trainer.strategy.communication if isinstance(trainer.strategy, RingDDPStrategy) else None
 
 
 def _build_strategy(run: TrainRun) -> DDPStrategy:

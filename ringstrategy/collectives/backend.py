@@ -25,7 +25,7 @@ class _BackendWork:
 
 
 class BackendCollective:
-    """All-reduce by the default process group.
+    """All-reduce by the process group.
 
     NCCL runs on a stream of its own, which waits for the stream that filled the buffer; `Work.wait` makes the current
     stream wait in turn. So the sum overlaps with backward and never blocks the host. gloo has threads of its own.
@@ -42,6 +42,7 @@ class BackendCollective:
         self.bytes_sent = 0
         self.busy_seconds = 0.0
         self._device = group.device
+        self._process_group = group.process_group
         self._aborted: BaseException | None = None
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -55,12 +56,11 @@ class BackendCollective:
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
         # What a ring moves; the backend may have chosen another algorithm.
         self.bytes_sent += 2 * (self.world_size - 1) * buffer.nbytes // self.world_size
-        work = dist.all_reduce(real, async_op=True)
-        return _BackendWork(work)
+        return _BackendWork(dist.all_reduce(real, group=self._process_group, async_op=True))
 
     def abort(self, error: BaseException) -> None:
         """Refuse later calls. A pending one ends with the backend's own error or timeout."""
         self._aborted = self._aborted or error
 
     def close(self) -> None:
-        """Nothing to release: the process group belongs to the trainer."""
+        """Nothing to release: the process group belongs to whoever made it."""

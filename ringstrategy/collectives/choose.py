@@ -11,7 +11,7 @@ from ringstrategy.collectives.backend import BackendCollective
 from ringstrategy.collectives.base import Collective
 from ringstrategy.process_group import RankGroup
 
-__all__ = ["Algorithm", "Transport", "check_choice", "choose_collective"]
+__all__ = ["Algorithm", "Transport", "agree", "check_choice", "choose_collective", "obstacle_to_shared_memory"]
 
 Algorithm = Literal["auto", "ring", "backend"]
 Transport = Literal["auto", "shared_memory", "backend"]
@@ -57,7 +57,7 @@ def choose_collective(group: RankGroup, algorithm: Algorithm = "auto", transport
     if "backend" in (algorithm, transport) or group.world_size == 1:
         return BackendCollective(group)
     insisted = algorithm == "ring" or transport == "shared_memory"
-    obstacle = _obstacle(group)
+    obstacle = obstacle_to_shared_memory(group)
     if obstacle is None:
         collective, obstacle = _try_shared_memory(group)
         if collective is not None:
@@ -69,10 +69,10 @@ def choose_collective(group: RankGroup, algorithm: Algorithm = "auto", transport
     return BackendCollective(group)
 
 
-def _obstacle(group: RankGroup) -> str | None:
-    """Why shared memory is out of the question, judged from what all ranks know."""
+def obstacle_to_shared_memory(group: RankGroup) -> str | None:
+    """Why shared memory is out of the question, judged from what all ranks know; None if it is not."""
     if group.device.type != "cpu":
-        return f"gradients live on {group.device.type}"
+        return f"tensors live on {group.device.type}"
     if not group.one_host:
         hosts = sorted({rank.host.name for rank in group.ranks})
         return f"the ranks do not share one host and its namespaces ({', '.join(hosts)})"
@@ -90,9 +90,9 @@ def _try_shared_memory(group: RankGroup) -> tuple[Collective | None, str | None]
         ring = SharedMemoryRing(group)
     except (ImportError, AttributeError, OSError) as error:
         problem = str(error)
-    problem = _vote(group, problem)
+    problem = agree(group, problem)
     if ring is not None and problem is None:
-        problem = _vote(group, _trial(ring))
+        problem = agree(group, _trial(ring))
         ring.bytes_sent, ring.busy_seconds = 0, 0.0  # the trial was no gradient
     if problem is None:
         return ring, None
@@ -101,10 +101,20 @@ def _try_shared_memory(group: RankGroup) -> tuple[Collective | None, str | None]
     return None, problem
 
 
-def _vote(group: RankGroup, problem: str | None) -> str | None:
-    """The first problem of any rank; one that names its rank was seen by all."""
-    problems = ((rank, what) for rank, what in enumerate(group.exchange(problem)) if what is not None)
-    return next((what if what.startswith("rank ") else f"rank {rank}: {what}" for rank, what in problems), None)
+def agree(group: RankGroup, problem: str | None) -> str | None:
+    """Let all ranks know whether any has a problem. Collective.
+
+    Args:
+        group: the ranks.
+        problem: this rank's own, or what it saw of another, which begins with "rank".
+
+    Returns:
+        A problem, with the rank that has it; None if there is none.
+    """
+    problems = [(who, what) for who, what in zip(group.ranks, group.exchange(problem), strict=True) if what is not None]
+    # Others see a rank with a problem go away; its own word says why.
+    own = [f"rank {who.rank}: {what}" for who, what in problems if not what.startswith("rank ")]
+    return next(iter([*own, *(what for _, what in problems)]), None)
 
 
 def _trial(ring: Collective) -> str | None:

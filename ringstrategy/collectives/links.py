@@ -1,10 +1,11 @@
-"""Unix sockets between the ranks of one host: they carry file descriptors once, then tokens."""
+"""Unix sockets between the ranks of one host, which carry file descriptors and tokens; and bells without a socket."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -12,13 +13,14 @@ from collections.abc import Callable
 
 from ringstrategy.process_group import Rank, RankGroup
 
-__all__ = ["Link", "LinkLost", "close_in_forked_child", "connect_all"]
+__all__ = ["Bell", "Link", "LinkLost", "close_in_forked_child", "connect_all"]
 
 # How often a waiting thread looks up to see whether it should still wait.
 _TICK_SECONDS = 0.5
 # Before it sleeps, a waiting thread asks this often, giving way to others in between: waking a sleeper takes longer
 # (about 40 us on a virtual machine) than most tokens do.
 _POLLS = 50
+_BELL_POLLS = 100  # each is quicker, but messages take a little longer than tokens
 # All ranks listen before anyone connects; one that takes longer than this cannot.
 _CONNECT_SECONDS = 60.0
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
@@ -26,6 +28,37 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
 
 class LinkLost(RuntimeError):
     """The peer closed the socket, or stayed silent for longer than the timeout."""
+
+
+class Bell:
+    """One process rings it, another counts the rings.
+
+    Behind it is an eventfd(2). Unlike a token in a socket, a ring never finds the buffer full, so that it never waits
+    for the other side; like a token, it orders the memory accesses before it and after it.
+
+    Args:
+        fd: a peer's bell, by its descriptor; a new one by default.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if fd is None else fd
+
+    def ring(self) -> None:
+        """Ring once."""
+        os.eventfd_write(self.fd, 1)
+
+    def heard(self) -> int:
+        """How often it has rung since the last call."""
+        try:
+            return os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        """Close the descriptor of this process. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
 
 class Link:
@@ -84,7 +117,10 @@ class Link:
 
     def send_descriptor(self, fd: int, nbytes: int) -> None:
         """Hand over a file descriptor and the size of what is behind it."""
-        socket.send_fds(self._socket, [struct.pack("q", nbytes)], [fd])
+        try:
+            socket.send_fds(self._socket, [struct.pack("q", nbytes)], [fd])
+        except OSError as error:
+            raise LinkLost(f"{self.peer} is gone") from error
 
     def take_descriptor(self) -> tuple[int, int]:
         """Wait for a file descriptor (close-on-exec) and its size in bytes."""
@@ -96,9 +132,38 @@ class Link:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise LinkLost(f"{self.peer} sent no memory within {self._timeout:g} s") from None
+            except OSError as error:
+                raise LinkLost(f"{self.peer} is gone") from error
         if len(data) != 8 or len(fds) != 1:
             raise LinkLost(f"{self.peer} left while memory was handed over")
         return fds[0], struct.unpack("q", data)[0]
+
+    def listen(self, bell: Bell) -> int:
+        """Wait until the peer rings ``bell``.
+
+        Returns:
+            How often it has rung since it was last heard.
+
+        Raises:
+            LinkLost: the peer left without having rung, or did not ring within the timeout.
+        """
+        for _ in range(_BELL_POLLS):
+            if rings := bell.heard():
+                return rings
+            os.sched_yield()
+        poll = select.poll()
+        poll.register(bell.fd, select.POLLIN)
+        poll.register(self._socket, 0)  # an end of the socket shows all the same
+        deadline = time.monotonic() + self._timeout
+        while True:
+            events = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            # What was rung before the end counts.
+            if rings := bell.heard():
+                return rings
+            if events:
+                raise LinkLost(f"{self.peer} is gone")
+            if time.monotonic() >= deadline:
+                raise LinkLost(f"{self.peer} did not answer within {self._timeout:g} s")
 
     def hang_up(self) -> None:
         """Wake whoever waits on this link, here and at the other end. Safe from any thread."""
@@ -111,7 +176,7 @@ class Link:
 
 
 def connect_all(group: RankGroup, name: str) -> list[Link]:
-    """Connect every rank of one host with every other. Collective.
+    """Connect every rank of a group, all of them on one host, with every other. Collective.
 
     The addresses lie in the abstract namespace: no file to leave behind, but other users of the host can reach them. So
     nothing is handed over before the kernel has named the process at the other end.
@@ -121,7 +186,7 @@ def connect_all(group: RankGroup, name: str) -> list[Link]:
         name: what the links are for; part of the address.
 
     Returns:
-        The links to the other ranks, in rank order.
+        The links to the other ranks, in the order of the group.
 
     Raises:
         OSError: the sockets cannot be made or reached.
@@ -129,7 +194,7 @@ def connect_all(group: RankGroup, name: str) -> list[Link]:
     """
     token = secrets.token_hex(16)
     problem: str | None = None
-    sockets: dict[int, socket.socket] = {}
+    sockets: dict[int, socket.socket] = {}  # by place in the group
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(f"\0ringstrategy-{name}-{token}")
@@ -138,16 +203,17 @@ def connect_all(group: RankGroup, name: str) -> list[Link]:
             problem = str(error)
         # All ranks listen, or all know why not, before anyone connects.
         offers = group.exchange((token, problem))
-        for rank, (_, why) in enumerate(offers):
+        for peer, (_, why) in zip(group.ranks, offers, strict=True):
             if why is not None:
-                raise OSError(f"rank {rank} cannot listen on a Unix socket: {why}")
+                raise OSError(f"rank {peer.rank} cannot listen on a Unix socket: {why}")
         try:
-            for peer in group.ranks[: group.rank]:
-                sockets[peer.rank] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.connect(f"\0ringstrategy-{name}-{offers[peer.rank][0]}")
+            for place, peer in enumerate(group.ranks[: group.rank]):
+                sockets[place] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.connect(f"\0ringstrategy-{name}-{offers[place][0]}")
                 if _peer(sock) != (peer.pid, peer.uid):
                     raise PermissionError(f"process {_peer(sock)[0]} answered in place of {peer}")
-            expected = {(peer.pid, peer.uid): peer.rank for peer in group.ranks[group.rank + 1 :]}
+            later = range(group.rank + 1, group.world_size)
+            expected = {(group.ranks[place].pid, group.ranks[place].uid): place for place in later}
             listener.settimeout(min(group.timeout.total_seconds(), _CONNECT_SECONDS))
             while expected:
                 sock, _ = listener.accept()
@@ -160,7 +226,7 @@ def connect_all(group: RankGroup, name: str) -> list[Link]:
             for sock in sockets.values():
                 sock.close()
             raise
-    return [Link(sockets[rank], group.ranks[rank], group.timeout.total_seconds()) for rank in sorted(sockets)]
+    return [Link(sockets[place], group.ranks[place], group.timeout.total_seconds()) for place in sorted(sockets)]
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:

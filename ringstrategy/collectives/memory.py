@@ -36,9 +36,7 @@ def create(nbytes: int) -> int:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(fd)
-        raise OSError(
-            error.errno, f"no shared memory of {nbytes} bytes for gradient buckets: {error.strerror}"
-        ) from error
+        raise OSError(error.errno, f"no shared memory of {nbytes} bytes: {error.strerror}") from error
     return fd
 
 

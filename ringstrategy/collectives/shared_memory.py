@@ -116,6 +116,7 @@ class SharedMemoryRing:
 
     def __init__(self, group: RankGroup, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self.rank = group.rank
+        self._me = group.me
         self.world_size = group.world_size
         self.bytes_sent = 0
         self.busy_seconds = 0.0
@@ -251,7 +252,7 @@ class SharedMemoryRing:
             if (theirs := link.take(_BEGIN.size)) != begin:
                 number, _, nbytes = _BEGIN.unpack(theirs)
                 raise RuntimeError(
-                    f"The ranks went different ways: rank {self.rank} is in all-reduce {count} of {plan.nbytes} bytes, "
+                    f"The ranks went different ways: {self._me} is in all-reduce {count} of {plan.nbytes} bytes, "
                     f"{link.peer} in all-reduce {number} of {nbytes} bytes."
                 )
         for own, others in plan.pieces:

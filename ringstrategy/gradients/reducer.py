@@ -46,6 +46,8 @@ class GradientReducer:
 
     Attributes:
         exposed_seconds: time in which backward had ended and the means were not there yet.
+        copy_seconds: time that copying gradients to their places in buckets has added to backward; no part of the above.
+            On CUDA the host does not wait for a copy: there it is only the time to start them.
         all_reduces: buckets sent so far.
     """
 
@@ -81,6 +83,7 @@ class GradientReducer:
         self._explicit = False  # whoever started the backward also ends it
         self._tasks: set[int] = set()  # backwards (nested ones too) at whose end the engine calls us
         self.exposed_seconds = 0.0
+        self.copy_seconds = 0.0
         self.all_reduces = 0
         self._waiting = waiting
         self.refresh()
@@ -157,10 +160,10 @@ class GradientReducer:
         if self._observing:
             if gradient.fired == 1:
                 self._order.append(gradient.index)
-                self._adopt(gradient)
+                self._timed(self._adopt, gradient)
         elif gradient.fired == gradient.expected:
             if not gradient.sparse:
-                self._stage(gradient)
+                self._timed(self._stage, gradient)
                 self._launch_full()
         elif gradient.staged:
             raise RuntimeError(
@@ -169,6 +172,11 @@ class GradientReducer:
                 "happens where checkpointed segments that share parameters come and go. Use "
                 "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
+
+    def _timed(self, copy: Callable[[Gradient], None], gradient: Gradient) -> None:
+        begun = time.perf_counter()
+        copy(gradient)
+        self.copy_seconds += time.perf_counter() - begun
 
     def _adopt(self, gradient: Gradient) -> None:
         """Move a fresh gradient to its place, where it may still grow: that frees memory, and no more."""

@@ -135,6 +135,7 @@ class RingDDPStrategy(DDPStrategy):
         self._transport: Transport = transport
         self._keep_freed_memory = keep_freed_memory
         self._group: RankGroup | None = None
+        self._replicas: RankGroup | None = None  # the ranks that hold the same parameters
         self._monitor: FailureMonitor | None = None
         self._control: Control | None = None
         self._collective: Collective | None = None
@@ -183,7 +184,7 @@ class RingDDPStrategy(DDPStrategy):
         timeout, self._timeout = self.timeout, max(self.timeout, _MEETING_TIMEOUT)
         super().setup_distributed()
         self._timeout = timeout
-        self._group = RankGroup.connect(self.root_device, self.timeout)
+        self._group = self._replicas = RankGroup.connect(self.root_device, self.timeout)
         self._monitor = FailureMonitor(self._group, self._where)
         self._control = Control(self._group, self._monitor)
         if isinstance(self._launcher, _lightning.ScriptLauncher):
@@ -192,10 +193,19 @@ class RingDDPStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Connect the hooks; the module stays what it is."""
+        self._start_alike()
+        self._connect_replicas()
+
+    def _start_alike(self) -> None:
+        """Give all ranks rank 0's parameters and buffers. Collective."""
         module, group, monitor = self.lightning_module, self._group, self._monitor
         assert module is not None
         assert group is not None
         assert monitor is not None
+        if self.root_device.type == "cpu" and self._keep_freed_memory and keep_freed_memory():
+            rank_zero_info(
+                "ringstrategy: freed memory stays in the process for the next step; keep_freed_memory=False ends that."
+            )
         named_parameters = list(module.named_parameters())
         refuse_uninitialized(named_parameters)
         with monitor.waiting("the comparison of models"):
@@ -205,16 +215,19 @@ class RingDDPStrategy(DDPStrategy):
             self._buffers = BufferSync(group)
             with monitor.waiting("rank 0's buffers"):
                 self._buffers.send_all(module)
-        if self.root_device.type == "cpu" and self._keep_freed_memory and keep_freed_memory():
-            rank_zero_info(
-                "ringstrategy: freed memory stays in the process for the next step; keep_freed_memory=False ends that."
-            )
+
+    def _connect_replicas(self) -> None:
+        """From here on gradients are averaged over the ranks that hold the same parameters. Collective."""
+        module, group, monitor = self.lightning_module, self._replicas, self._monitor
+        assert module is not None
+        assert group is not None
+        assert monitor is not None
         with monitor.waiting("the choice of a collective"):
             self._collective = choose_collective(group, self._algorithm, self._transport)
         monitor.on_failure(self._collective.abort)
         default = _SHARED_MEMORY_CAP_MB if self._collective.name == "shared_memory" else _BACKEND_CAP_MB
         self._reducer = GradientReducer(
-            named_parameters,
+            [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta],
             self._collective,
             group,
             sparse=sparse_parameters(module),
@@ -239,12 +252,15 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._reducer is not None
-        self._reducer.refresh()
+        self._before_training_step()
+        return super().training_step(*args, **kwargs)
+
+    def _before_training_step(self) -> None:
+        if self._reducer is not None:
+            self._reducer.refresh()
         if self._buffers is not None and self._monitor is not None:
             with self._monitor.waiting("rank 0's buffers"):
                 self._buffers.before_training_step()
-        return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +324,7 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._reducer is None:  # outside of fit; gradients stay local
+        if self._reducer is None:  # outside of fit, or no other rank holds the same parameters
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         self._reducer.refresh()
@@ -322,8 +338,7 @@ class RingDDPStrategy(DDPStrategy):
     @override
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self._reducer is not None
-        with self._reducer.no_sync():
+        with contextlib.nullcontext() if self._reducer is None else self._reducer.no_sync():
             yield
 
     @override
@@ -334,8 +349,8 @@ class RingDDPStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._reducer is not None
-        self._reducer.flush()
+        if self._reducer is not None:
+            self._reducer.flush()
         if isinstance(optimizer, LBFGS):
             # It decides by the loss how often to call again; ranks must decide alike.
             local = closure
@@ -411,5 +426,5 @@ class RingDDPStrategy(DDPStrategy):
         if self._group is not None:
             self._group.close()
         self._reducer = self._collective = self._monitor = self._control = self._group = self._buffers = None
-        self._requeue = None
+        self._replicas = self._requeue = None
         super().teardown()

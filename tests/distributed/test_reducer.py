@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -101,6 +102,26 @@ def test_the_first_backward_observes_and_later_ones_overlap() -> None:
     for first, second, total in run_ranks(_launch_times, 2):
         assert first == 0
         assert second == total // 2 > 2
+
+
+def _copy_times(rank: int, world_size: int) -> None:
+    network = _network()
+    with _reducing(network) as reducer:
+        for step in range(3):
+            copied, exposed, begun = reducer.copy_seconds, reducer.exposed_seconds, time.perf_counter()
+            with reducer.no_sync(), reducer.backward():
+                _backward(network(_rows(step, rank)).square().mean())
+            assert reducer.copy_seconds == copied, "nothing is copied before it is sent"
+            with reducer.backward():
+                _backward(network(_rows(step + 3, rank)).square().mean())
+            elapsed = time.perf_counter() - begun
+            assert reducer.copy_seconds > copied
+            # Disjoint, so that both may be told from the time of a step.
+            assert reducer.copy_seconds - copied + reducer.exposed_seconds - exposed < elapsed
+
+
+def test_copies_are_timed_apart_from_waiting() -> None:
+    run_ranks(_copy_times, 2)
 
 
 class _Branches(nn.Module):

@@ -1,0 +1,104 @@
+"""The pipelined module as autograd and its callers see it: one differentiable function, on every stage alike."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ringstrategy.pipeline.engine import Place
+
+__all__ = ["PipelinedCall", "PipelinedForward", "put_together"]
+
+
+class PipelinedCall:
+    """One differentiable call, on one stage.
+
+    Args:
+        forward: runs all forwards; returns the output's structure and tensors.
+        backward: given the gradients of the tensors and whether the graph is kept, runs all backwards; returns the
+            gradients of ``inputs`` and of ``parameters``.
+        inputs: tensors given to the module that require a gradient.
+        parameters: of this stage, that train.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], tuple[Any, list[Tensor]]],
+        backward: Callable[[Sequence[Tensor | None], bool], Sequence[Tensor | None]],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self._arguments = (*inputs, *parameters)
+        self.structure: Any = None
+
+    def run(self) -> Any:
+        """Compute the output. Its backward is the pipeline's."""
+        # A stage without anything to train takes part in the backward all the same.
+        anchor = torch.empty(0, requires_grad=True)
+        tensors = _Pipelined.apply(self, anchor, *self._arguments)
+        return put_together(self.structure, tensors)
+
+
+def put_together(structure: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors in their places."""
+    return pytree.tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, Place) else leaf, structure)
+
+
+class _Pipelined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: PipelinedCall, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        call.structure, tensors = call.forward()
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(
+            *(out for out, tensor in zip(outputs, tensors, strict=True) if not tensor.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (None, None, *ctx.call.backward(gradients, keep))
+
+
+class PipelinedForward:
+    """Stands in for the ``forward`` of a module instance. Copies of the module get their class's own.
+
+    Args:
+        module: whose forward it is.
+        call: what to do instead.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module = module
+        self._call = call
+        self._before = vars(module).get("forward")
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the module runs."""
+        return self._call(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there before."""
+        if self._before is None:
+            vars(self._module).pop("forward", None)
+        else:
+            self._module.forward = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo[id(self._module)]
+        return types.MethodType(type(copy).forward, copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (type(self._module).forward, self._module)

@@ -1,0 +1,105 @@
+"""What running a module's Python code changes besides its result: attributes, and the states of random generators."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["SideEffects"]
+
+_MISSING = object()
+_CONTAINERS = (dict, list, set)
+
+
+class SideEffects:
+    """Remembers how things are, to tell later what has changed, and to change it back.
+
+    Attributes are compared by identity, and those that are plain dicts, lists or sets (parameters, buffers and
+    submodules among them) also entry by entry.
+
+    Args:
+        module: its attributes and those of its submodules are watched; the random generators are those of Python,
+            NumPy and torch.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [(child, dict(vars(child)), _contents(child)) for child in module.modules()]
+        self._random = _random_states()
+
+    def undo(self) -> str:
+        """Put everything back.
+
+        Returns:
+            What had changed, as a verb phrase such as ``"sets Net.steps"``; empty if nothing had.
+        """
+        phrases = []
+        if names := sorted(name for child, *before in self._attributes for name in _restore(child, *before)):
+            phrases.append(f"sets {', '.join(names)}")
+        if not _equal(self._random, _random_states()):
+            _set_random_states(self._random)
+            phrases.append("draws random numbers")
+        return " and ".join(phrases)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of a module's attributes that are plain containers."""
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> list[str]:
+    """Restore a module's attributes; return the names of those that were changed."""
+    now = vars(module)
+    changed = {
+        name for name in now.keys() | attributes.keys() if now.get(name, _MISSING) is not attributes.get(name, _MISSING)
+    }
+    for name, copy in contents.items():
+        value = attributes[name]
+        if not _same_entries(value, copy):
+            changed.add(name)
+            value.clear()
+            value.extend(copy) if isinstance(value, list) else value.update(copy)
+    if changed:
+        now.clear()
+        now.update(attributes)
+    return [f"{type(module).__name__}.{name}" for name in changed]
+
+
+def _same_entries(left: Any, right: Any) -> bool:
+    """Whether two containers of one type hold the same objects."""
+    if len(left) != len(right):
+        return False
+    if isinstance(left, dict):
+        return all(key == other and left[key] is right[other] for key, other in zip(left, right, strict=True))
+    if isinstance(left, list):
+        return all(one is other for one, other in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+def _random_states() -> tuple[Any, ...]:
+    """States of the global generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    """Put the global generators into given states."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3]:
+        torch.cuda.set_rng_state_all(states[3])
+
+
+def _equal(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Whether two results of :func:`_random_states` are the same."""
+    return (
+        left[0] == right[0]
+        and all(np.array_equal(one, other) for one, other in zip(left[1], right[1], strict=True))
+        and torch.equal(left[2], right[2])
+        and len(left[3]) == len(right[3])
+        and all(map(torch.equal, left[3], right[3]))
+    )

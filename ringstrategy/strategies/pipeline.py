@@ -1,0 +1,453 @@
+"""``Trainer(strategy="gpipe")``: one model over several ranks, and replicas of the pipeline beside each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import SyncBatchNorm
+from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from ringstrategy import _lightning
+from ringstrategy.buffers import BufferSync
+from ringstrategy.pipeline.balance import check_balance
+from ringstrategy.pipeline.batches import same_batch
+from ringstrategy.pipeline.clipping import clip_grad_norm_
+from ringstrategy.pipeline.connect import connect
+from ringstrategy.pipeline.engine import Engine
+from ringstrategy.pipeline.example import find_example
+from ringstrategy.pipeline.function import PipelinedForward
+from ringstrategy.pipeline.generator import same_generators
+from ringstrategy.pipeline.loss_scaling import SharedOverflow
+from ringstrategy.pipeline.micro_step import MicroBatchWeight, MicroSteps
+from ringstrategy.pipeline.pipeline import Pipeline
+from ringstrategy.pipeline.placement import Placement
+from ringstrategy.pipeline.plan import Balance, PipelinePlan, choose_cut
+from ringstrategy.pipeline.stage import CheckpointMode
+from ringstrategy.pipeline.state import (
+    gather_optimizer_state,
+    gather_state_dict,
+    keep_own_optimizer_state,
+    make_optimizer_whole,
+    make_whole,
+)
+from ringstrategy.pipeline.table import stage_rows, stage_table
+from ringstrategy.pipeline.tracing import find_module
+from ringstrategy.process_group import RankGroup
+from ringstrategy.strategies.ring_ddp import RingDDPStrategy
+
+__all__ = ["PipelineStrategy"]
+
+T = TypeVar("T")
+
+
+class PipelineStrategy(RingDDPStrategy):
+    """Trains one model over several ranks, each of which holds some of its layers (a stage).
+
+    All ranks run the same, unmodified ``training_step`` on the same batch. The call of the pipelined module in it
+    splits its input into micro-batches and takes them through the stages; every rank gets the output.
+
+    Ranks count stage by stage: with ``num_stages=2``, ranks 0 and 1 are the stages of the first pipeline, ranks 2 and 3
+    those of the second, which trains on other samples, as a rank of ``ring_ddp`` does.
+
+    Args:
+        num_stages: ranks per pipeline; all of them by default.
+        chunks: micro-batches per call, where the batch has enough rows.
+        balance: layers per stage, or what to cut by: measured ``"time"``, ``"size"`` of the parameters, or
+            ``"memory"`` of parameters and activations. None is ``"time"`` where an input is known (from
+            ``example_input_array``, or the train dataloader of a map-style dataset), else ``"size"``.
+        checkpoint: which micro-batches are computed again in backward rather than kept: ``"always"`` all of them,
+            ``"never"`` none, ``"except_last"`` all but the last one.
+        schedule: ``"gpipe"`` computes the loss on the whole batch. ``"1f1b"`` runs ``training_step`` on every
+            micro-batch, and keeps the activations of at most as many micro-batches as there are stages.
+        module: the attribute of the LightningModule that is pipelined. None takes its only child with parameters, or
+            its own ``forward``.
+        deferred_batch_norm: running statistics of batch norms move once per batch, by those of the whole batch.
+        micro_batch_weight: what the loss of a micro-batch counts for under 1F1B. ``"samples"``: it is a mean over
+            samples. ``"sum"``: it is a sum. Else a function of a micro-batch, whose share of the batch's total is the
+            weight: the number of labels that are not ignored, for instance.
+        whole_after_fit: ``"everywhere"`` gives every rank all weights when training ends; ``"rank_zero"`` only rank 0,
+            for models that do not fit the others.
+        **kwargs: as in :class:`RingDDPStrategy`.
+
+    Raises:
+        ValueError: an argument has no meaning here.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_stages: int | None = None,
+        chunks: int = 8,
+        balance: Balance = None,
+        checkpoint: CheckpointMode = "except_last",
+        schedule: Literal["gpipe", "1f1b"] = "gpipe",
+        module: str | None = None,
+        deferred_batch_norm: bool = True,
+        micro_batch_weight: MicroBatchWeight = "samples",
+        whole_after_fit: Literal["everywhere", "rank_zero"] = "everywhere",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        _check_count("num_stages", num_stages)
+        _check_count("chunks", chunks)
+        for name, value, choices in (
+            ("checkpoint", checkpoint, get_args(CheckpointMode)),
+            ("schedule", schedule, ("gpipe", "1f1b")),
+            ("whole_after_fit", whole_after_fit, ("everywhere", "rank_zero")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}.")
+        if not callable(micro_batch_weight) and micro_batch_weight not in ("samples", "sum"):
+            raise ValueError(
+                f"micro_batch_weight={micro_batch_weight!r} is unknown; choose 'samples', 'sum' or a function of a "
+                "micro-batch."
+            )
+        if isinstance(balance, str) and balance not in ("size", "time", "memory"):
+            raise ValueError(f"balance={balance!r} is unknown; choose 'size', 'time', 'memory' or layers per stage.")
+        self._num_stages = num_stages
+        self._chunks = chunks
+        self._balance = balance
+        self._checkpoint: CheckpointMode = checkpoint
+        self._module_name = module
+        self._deferred_batch_norm = deferred_batch_norm
+        self._schedule = schedule
+        self._micro_batch_weight = micro_batch_weight
+        self._whole_after_fit = whole_after_fit
+        self._stages: RankGroup | None = None  # of this rank's pipeline
+        self._plan: PipelinePlan | None = None
+        self._placement: Placement | None = None
+        self._engine: Engine | None = None
+        self._forward: PipelinedForward | None = None
+        self._micro_steps: MicroSteps | None = None
+        self._metrics: list[tuple[Metric, Any]] = []  # and the groups they had
+        self._overflow: SharedOverflow | None = None
+
+    # -- who is who --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks per pipeline."""
+        return self._num_stages or self.world_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.global_rank % self.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines beside each other."""
+        return self.world_size // self.num_stages
+
+    @property
+    def replica(self) -> int:
+        """The pipeline that this rank belongs to."""
+        return self.global_rank // self.num_stages
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_replicas, "rank": self.replica}
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        stages, ranks = self.num_stages, self.num_processes * self.num_nodes
+        if self._num_stages is not None and ranks % stages:
+            raise ValueError(
+                f"num_stages={stages} does not divide the {ranks} ranks of this run ({self.num_processes} devices x "
+                f"{self.num_nodes} nodes). Choose a number of devices that is a multiple of num_stages."
+            )
+        if self._balance is not None and not isinstance(self._balance, str):
+            # How many layers there are shows later; all else that is wrong shows before any rank waits for another.
+            check_balance(self._balance, sum(n for n in self._balance if type(n) is int), self._num_stages or ranks)
+        super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        assert self._group is not None
+        assert self._monitor is not None
+        stages, replicas = self.num_stages, self.num_replicas
+        grid = [[replica * stages + stage for stage in range(stages)] for replica in range(replicas)]
+        self._stages = self._group.split(grid)
+        self._replicas = self._group.split([list(column) for column in zip(*grid, strict=True)])
+        with self._monitor.waiting("the other stages"):
+            self._engine = Engine(self.stage, connect(self._stages), self._monitor.waiting)
+        self._monitor.on_failure(self._engine.abort)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self._start_alike()
+        self._cut(trainer)
+        self.model_to_device()
+        self._bind_to_replicas()
+        if fitting:
+            if self.num_replicas > 1:
+                self._connect_replicas()
+            self.setup_optimizers(trainer)
+            _refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if fitting:
+            _lightning.optimizers_to_device(self.optimizers, self.root_device)
+            self._share_precision()
+        assert self._engine is not None
+        same_generators(self._engine.channels, self.stage)
+
+    def _cut(self, trainer: pl.Trainer) -> None:
+        """Decide on rank 0 where to cut, and let go of the layers of other stages. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._engine is not None
+        name, pipelined = find_module(module, self._module_name)
+        decision = None
+        if self.global_rank == 0:
+            example = find_example(module, pipelined, trainer if trainer.state.fn == TrainerFn.FITTING else None)
+            decision = choose_cut(
+                pipelined, self.num_stages, self._balance, example, self._chunks, self._checkpoint != "never"
+            )
+        decision = self.broadcast(decision)
+        assert decision is not None
+        self._plan = PipelinePlan(name, pipelined, decision, module)
+        rows = stage_rows(decision, pipelined, range(self.num_stages))
+        rank_zero_info(_as_text(stage_table(rows, f"Stages of '{name}'" if name else "Stages")))
+        self._placement = Placement(module, self._plan.owners, self.stage)
+        self._placement.leave()
+        pipeline = Pipeline(
+            self._plan,
+            self._engine,
+            self.root_device,
+            chunks=self._chunks,
+            checkpoint=self._checkpoint,
+            deferred_batch_norm=self._deferred_batch_norm,
+        )
+        self._forward = PipelinedForward(pipelined, pipeline)
+        if self._schedule == "1f1b":
+            if not module.automatic_optimization:
+                raise ValueError(
+                    "1F1B decides when backward runs, which manual optimization does as well. Use schedule='gpipe' "
+                    "(strategy='gpipe')."
+                )
+            self._micro_steps = MicroSteps(pipeline, module, self._micro_batch_weight, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        _lightning.move_own(self.lightning_module, self.root_device)
+
+    def _bind_to_replicas(self) -> None:
+        """What is synchronised "over all ranks" means the replicas: stages hold the same values anyway."""
+        assert self.lightning_module is not None
+        assert self._replicas is not None
+        self._buffers = BufferSync(self._replicas) if self._broadcast_buffers and self.num_replicas > 1 else None
+        for child in self.lightning_module.modules():
+            if isinstance(child, Metric):
+                self._metrics.append((child, child.process_group))
+                child.process_group = child.process_group or self._replicas.process_group
+            elif isinstance(child, SyncBatchNorm):
+                child.process_group = self._replicas.process_group
+
+    def _share_precision(self) -> None:
+        """Clip by the norm over all stages, and scale the loss alike on all of them."""
+        plugin = self.precision_plugin
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            self.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            self._overflow = SharedOverflow(scaler, self._combine)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._micro_steps is None:
+            return super().training_step(*args, **kwargs)
+        self._before_training_step()
+        batch, *others = args
+        scaler = getattr(self.precision_plugin, "scaler", None)
+
+        def step(micro_batch: Any) -> Any:
+            assert self.lightning_module is not None
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(micro_batch, *others, **kwargs)
+
+        return self._micro_steps.run(step, batch, scaler.get_scale() if scaler is not None else 1.0)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._engine is None:
+            return batch
+        # Augmentation may have drawn other numbers on each stage; the first stage's batch is the one that counts.
+        return same_batch(batch, self._engine.channels, self.stage)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``, by the norm over all stages; that one sees one stage. Collective.
+
+        ``gradient_clip_val`` and ``self.clip_gradients`` come here. Call it as
+        ``self.trainer.strategy.clip_grad_norm_(...)`` for other norms, or in manual optimisation.
+
+        Args:
+            parameters: of the LightningModule, those of other stages too.
+            max_norm: largest norm of all gradients together.
+            norm_type: p of the p-norm; ``inf`` for the largest element.
+            error_if_nonfinite: raise if the norm is infinite or NaN.
+            foreach: as in torch.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: the norm is not finite.
+        """
+        return clip_grad_norm_(
+            parameters,
+            max_norm,
+            norm_type,
+            counts=self._counts,
+            combine=self._combine,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this stage counts a parameter, of those that hold it."""
+        assert self._placement is not None
+        part = self._placement.part_of(parameter)
+        return self.stage == (0 if part is None else part.sender)
+
+    def _combine(self, tensor: Tensor, operation: Literal["sum", "max"]) -> Tensor:
+        assert self._control is not None
+        assert self._stages is not None
+        return self._control.reduce(tensor, self._stages.process_group, operation)
+
+    # -- collectives of the trainer ----------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if group is None and self._replicas is not None:
+            group = self._replicas.process_group
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
+        return count == self.num_replicas if all else count > 0
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if group is None and self._replicas is not None:
+            group = self._replicas.process_group
+        return super().all_gather(tensor, group, sync_grads)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None or self._placement is None or self._past_failure():
+            return super().lightning_module_state_dict()
+        return gather_state_dict(self._placement, self._engine.channels)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._engine is None or self._placement is None or self._past_failure():
+            return super().optimizer_state(optimizer)
+        return gather_optimizer_state(_lightning.bare(optimizer), self._placement, self._engine.channels)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._placement is not None
+        own = [
+            keep_own_optimizer_state(state, optimizer, self._placement)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _make_whole(self) -> None:
+        """Give all ranks, or rank 0, all weights and all of the optimizers' state. Collective."""
+        assert self._engine is not None
+        if self._placement is None:
+            return
+        to = 0 if self._whole_after_fit == "rank_zero" else None
+        make_whole(self._placement, self._engine.channels, to=to)
+        for optimizer in self.optimizers:
+            make_optimizer_whole(_lightning.bare(optimizer), self._placement, self._engine.channels, to=to)
+
+    @override
+    def teardown(self) -> None:
+        for metric, group in self._metrics:
+            metric.process_group = group
+        self._metrics.clear()
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        if self._overflow is not None:
+            self._overflow.close()
+            self._overflow = None
+        if self._forward is not None:
+            self._forward.remove()
+        if self._monitor is not None and not self._monitor.failed and self._engine is not None:
+            self._make_whole()
+        if self._engine is not None:
+            self._engine.close()
+        subgroups = [group for group in (self._stages, self._replicas) if group is not None]
+        whole = self._placement is None or not any(
+            part.tensor is not None and part.tensor.is_meta for part in self._placement.parts
+        )
+        self._engine = self._placement = self._forward = self._stages = self._micro_steps = None
+        with contextlib.nullcontext() if whole else _lightning.torn_down_without_module(self):
+            super().teardown()
+        for group in subgroups:
+            group.close()
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS decides on products over all parameters, of which a pipeline's stage holds some. Use another "
+                "optimizer, or strategy='ring_ddp'."
+            )
+
+
+def _as_text(table: Table) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
