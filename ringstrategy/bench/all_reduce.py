@@ -12,7 +12,6 @@ other do not weigh. The collectives take turns repeat by repeat: whatever else t
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -24,9 +23,9 @@ from typing import cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ringstrategy.bench import BenchError
+from ringstrategy.bench.ranks import run_ranks
 from ringstrategy.bench.sizes import format_size
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.choose import Transport, choose_collective
@@ -37,7 +36,6 @@ __all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "me
 COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
 _SMALL = 2**23  # all-reduces of less than this are timed several at a time ...
 _MIN_CALLS, _MAX_CALLS = 5, 64  # ... within these bounds
-_GRACE_S = 3.0  # for the other ranks to end by themselves when one has died
 
 
 @dataclass(frozen=True)
@@ -132,29 +130,7 @@ def measure(config: AllReduceConfig) -> list[AllReduceRow]:
         BenchError: a rank died or failed, a sum was wrong, or a collective is not available here. No rank is left.
     """
     with tempfile.TemporaryDirectory(prefix="ringstrategy-bench-") as folder:
-        # Forked from a server that has imported torch once, the ranks start at once.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        ranks = start_processes(  # type: ignore[no-untyped-call]
-            _run_rank, (config, folder), nprocs=config.ranks, join=False, daemon=True, start_method="forkserver"
-        )
-        try:
-            while not ranks.join(grace_period=_GRACE_S):
-                pass
-        except ProcessRaisedException as error:
-            # The last line of the rank's traceback; an error of ours explains itself.
-            last = str(error).strip().splitlines()[-1]
-            prefix = f"{BenchError.__module__}.{BenchError.__qualname__}: "
-            message = last.removeprefix(prefix) if last.startswith(prefix) else str(error).strip()
-            raise BenchError(message) from error
-        except ProcessExitedException as error:
-            raise BenchError(f"rank {error.error_index} (pid {error.error_pid}) died: {error}") from error
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-            for file in ranks.error_files:
-                Path(file).unlink(missing_ok=True)
+        run_ranks(_run_rank, config.ranks, config, folder)
         medians = json.loads(_result_file(folder).read_text())
     return [AllReduceRow.of(name, config.ranks, size, seconds) for size, name, seconds in medians]
 

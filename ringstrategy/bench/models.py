@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -12,15 +15,20 @@ __all__ = ["SyntheticBatches", "SyntheticClassifier", "build_network", "check_mo
 _CLASSES = 10
 _MLP_WIDTH = 1024
 _MLP_LAYERS = 10
+_GROUPS = 32  # of a group norm; Wu and He, "Group Normalization", 2018
 
 
-def build_network(model: str, image_size: int) -> tuple[nn.Module, tuple[int, ...]]:
+def build_network(
+    model: str, image_size: int, norm: Literal["batch", "group"] = "batch"
+) -> tuple[nn.Module, tuple[int, ...]]:
     """Make a classifier of ten classes.
 
     Args:
         model: ``"mlp"`` (ten layers of 1024 x 1024 and a head: 10.5 million parameters), or the name of a classifier
             of torchvision.
         image_size: height and width of the images; the MLP takes vectors and has no use for it.
+        norm: ``"group"`` puts a group norm of 32 groups in place of every batch norm, so that a sample's output does
+            not depend on what other samples are in its batch.
 
     Returns:
         The network and the shape of one input.
@@ -36,7 +44,17 @@ def build_network(model: str, image_size: int) -> tuple[nn.Module, tuple[int, ..
     from torchvision import models
 
     network: nn.Module = models.get_model(model, weights=None, num_classes=_CLASSES)
+    if norm == "group":
+        _use_group_norm(network)
     return network, (3, image_size, image_size)
+
+
+def _use_group_norm(network: nn.Module) -> None:
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                groups = math.gcd(_GROUPS, child.num_features)
+                setattr(parent, name, nn.GroupNorm(groups, child.num_features, eps=child.eps))
 
 
 def check_model(model: str) -> None:

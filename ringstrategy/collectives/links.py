@@ -20,7 +20,6 @@ _TICK_SECONDS = 0.5
 # Before it sleeps, a waiting thread asks this often, giving way to others in between: waking a sleeper takes longer
 # (about 40 us on a virtual machine) than most tokens do.
 _POLLS = 50
-_BELL_POLLS = 100  # each is quicker, but messages take a little longer than tokens
 # All ranks listen before anyone connects; one that takes longer than this cannot.
 _CONNECT_SECONDS = 60.0
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
@@ -147,10 +146,9 @@ class Link:
         Raises:
             LinkLost: the peer left without having rung, or did not ring within the timeout.
         """
-        for _ in range(_BELL_POLLS):
-            if rings := bell.heard():
-                return rings
-            os.sched_yield()
+        if rings := bell.heard():
+            return rings
+        # Sleeps at once: a bell announces what took the peer longer to make than it takes to wake up.
         poll = select.poll()
         poll.register(bell.fd, select.POLLIN)
         poll.register(self._socket, 0)  # an end of the socket shows all the same

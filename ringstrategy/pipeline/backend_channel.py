@@ -56,6 +56,7 @@ class BackendChannel:
         self._place = place
         self._peer = group.ranks[place]
         self._device = group.device
+        self._timeout = group.timeout.total_seconds()
         self._aborted: BaseException | None = None
         self._lost: LinkLost | None = None
         self._asked = 0  # messages that the receiving thread was asked for, less those that were handed out
@@ -89,7 +90,11 @@ class BackendChannel:
         self._raise_if_aborted()
         if not self._asked:
             self.expect(1)
-        arrived = self._arrived.get()
+        try:
+            arrived = self._arrived.get(timeout=self._timeout)
+        except queue.Empty:
+            self._lose(LinkLost(f"it sent nothing within {self._timeout:g} s"))
+            arrived = None
         self._raise_if_aborted()
         if arrived is None:
             assert self._lost is not None
@@ -182,7 +187,7 @@ class _Jobs:
         try:
             while (job := self._jobs.get()) is not None:
                 job()
-        except RuntimeError as error:
+        except Exception as error:
             self._on_error(error)
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ringstrategy.pipeline.calls import Call, flatten_call
 from ringstrategy.pipeline.function import PipelinedForward
+from ringstrategy.pipeline.side_effects import SideEffects
 
 __all__ = ["Example", "captured_call", "find_example", "first_batch"]
 
@@ -51,7 +48,7 @@ def find_example(module: pl.LightningModule, pipelined: nn.Module, trainer: pl.T
     example = module.example_input_array
     if example is not None:
         args, kwargs = ((), example) if isinstance(example, dict) else (_as_tuple(example), {})
-        found = _try("example_input_array", lambda: captured_call(pipelined, lambda: module(*args, **kwargs)))
+        found = _try("example_input_array", module, lambda: captured_call(pipelined, lambda: module(*args, **kwargs)))
         if found is not None:
             return found
     if trainer is None:
@@ -59,10 +56,11 @@ def find_example(module: pl.LightningModule, pipelined: nn.Module, trainer: pl.T
 
     def step() -> Any:
         batch = first_batch(trainer, module)
-        with trainer.precision_plugin.train_step_context(), _not_logging(module):
+        vars(module).update(log=_no_log, log_dict=_no_log)
+        with trainer.precision_plugin.train_step_context():
             return module.training_step(batch, 0)
 
-    return _try("the first batch", lambda: captured_call(pipelined, step))
+    return _try("the first batch", module, lambda: captured_call(pipelined, step))
 
 
 def captured_call(pipelined: nn.Module, run: Callable[[], Any]) -> Example | None:
@@ -112,39 +110,22 @@ class _Captured(BaseException):
         self.example = example
 
 
-def _try(where: str, run: Callable[[], Example | None]) -> Example | None:
-    with _undisturbed_generators():
-        try:
-            example = run()
-        except Exception as error:  # whatever the user's code raises: there is a way without
-            log.info("No example input of the pipelined module from %s: %s: %s", where, type(error).__name__, error)
-            return None
+def _try(where: str, module: pl.LightningModule, run: Callable[[], Example | None]) -> Example | None:
+    effects = SideEffects(module)
+    try:
+        example = run()
+    except Exception as error:  # whatever the user's code raises: there is a way without
+        log.info("No example input of the pipelined module from %s: %s: %s", where, type(error).__name__, error)
+        return None
+    finally:
+        effects.undo()
     if example is None:
         log.info("No example input of the pipelined module from %s: it is not called there", where)
     return example
 
 
-@contextlib.contextmanager
-def _undisturbed_generators() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _not_logging(module: pl.LightningModule) -> Iterator[None]:
-    names = ("log", "log_dict")
-    for name in names:
-        setattr(module, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(module, name)
+def _no_log(*args: Any, **kwargs: Any) -> None:
+    """Nothing is logged yet."""
 
 
 def _as_tuple(example: Any) -> tuple[Any, ...]:

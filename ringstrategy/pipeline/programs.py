@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,25 +18,24 @@ from ringstrategy.pipeline.tracing import Anchor, Trace, find_attribute, split_l
 __all__ = ["StageProgram", "cut"]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation: ``values[result] = run(*positional, **keywords)``, with arguments taken from ``values``.
 
     Attributes:
-        name: for people.
         run: what is called.
         positional: places of positional arguments.
         keywords: names and places of keyword arguments.
         result: place of the result.
         last_uses: places that nobody reads after this step.
+        name: for people.
     """
 
-    name: str
     run: Callable[..., Any]
     positional: tuple[int, ...]
     keywords: tuple[tuple[str, int], ...]
     result: int
     last_uses: tuple[int, ...]
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +90,20 @@ class StageProgram:
             values[place] = inputs[number]
         for place in self._device_places:
             values[place] = _own_device([*received, *inputs], values[place])
-        for step in self._steps:
-            arguments = [values[place] for place in step.positional]
-            keywords = {name: values[place] for name, place in step.keywords}
-            try:
-                values[step.result] = step.run(*arguments, **keywords)
-            except Exception as error:
-                error.add_note(f"while {step.name!r} of the pipelined module ran")
-                raise
-            for place in step.last_uses:
-                values[place] = None
+        name = ""
+        try:
+            for run, positional, keywords, result, last_uses, name in self._steps:  # noqa: B007  (used in the note)
+                arguments = [values[place] for place in positional]
+                if keywords:
+                    values[result] = run(*arguments, **{key: values[place] for key, place in keywords})
+                else:
+                    values[result] = run(*arguments)
+                del arguments
+                for place in last_uses:
+                    values[place] = None
+        except Exception as error:
+            error.add_note(f"while {name!r} of the pipelined module ran")
+            raise
         return tuple(values[place] for place in self._results)
 
 
@@ -221,7 +224,7 @@ class _Assembler:
         places = tuple(self._place(value) for value in positional)
         named = tuple((key, self._place(value)) for key, value in (keywords or {}).items())
         result = self._new_place(None)
-        self._steps.append(Step(name, run, places, named, result, ()))
+        self._steps.append(Step(run, places, named, result, (), name))
         return result
 
     def _new_place(self, value: Any) -> int:
@@ -283,7 +286,7 @@ def _with_last_uses(steps: Sequence[Step], keep: Iterable[int]) -> tuple[Step, .
     for step in reversed(steps):
         places = {*step.positional, *(place for _, place in step.keywords), step.result} - seen
         seen |= places
-        finished.append(replace(step, last_uses=tuple(sorted(places))))
+        finished.append(step._replace(last_uses=tuple(sorted(places))))
     return tuple(reversed(finished))
 
 

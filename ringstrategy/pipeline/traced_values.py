@@ -35,11 +35,22 @@ def is_value(thing: Any) -> bool:
 def _guarded_class(value: Any) -> type:
     """What ``isinstance(value, ...)`` looks at, for a value that is known when the model runs only.
 
-    Plain torch.fx answers that no traced value is a tensor, and tracing goes on along the wrong branch.
+    Plain torch.fx answers that no traced value is a tensor, and tracing goes on along the wrong branch. torch itself
+    asks too, and gets that answer.
     """
-    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+    if _is_torch(sys._getframe(1)):
         return type(value)
     raise TraceError("the type of a traced value decides what is run")
+
+
+def _class_of_input(value: Any) -> type:
+    """The same for an argument, which is certainly a tensor."""
+    return type(value) if _is_torch(sys._getframe(1)) else Tensor
+
+
+def _is_torch(frame: FrameType) -> bool:
+    """Whether code of torch runs in ``frame``."""
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Proxy, Any], Proxy]:
@@ -81,7 +92,7 @@ class ValueAttribute(Attribute):
 class Input(Value):
     """An argument: certainly a tensor."""
 
-    __class__ = Tensor
+    __class__ = property(_class_of_input)
 
 
 class Assertion:

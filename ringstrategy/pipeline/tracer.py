@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import sys
 import traceback
@@ -19,6 +20,7 @@ from ringstrategy.pipeline.calls import Call
 from ringstrategy.pipeline.recording import record_assignments, record_contexts, record_functions
 from ringstrategy.pipeline.side_effects import SideEffects
 from ringstrategy.pipeline.traced_values import Assertion, Input, Rebuild, Value, is_assertion, is_value
+from ringstrategy.pipeline.transformers import FORWARDS
 
 __all__ = ["CONTEXTS", "LeafTracer", "UntraceableError", "is_hooked"]
 
@@ -26,7 +28,6 @@ __all__ = ["CONTEXTS", "LeafTracer", "UntraceableError", "is_hooked"]
 CONTEXTS = "contexts"
 # Modules of these packages are not looked into, containers aside.
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch.jit.", "torch._dynamo.")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # They take sizes, devices and dtypes, and do not look for traced values among them.
 _FACTORIES: tuple[Callable[..., Any], ...] = (
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint),
@@ -44,8 +45,9 @@ class UntraceableError(ValueError):
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether hooks run when ``module`` is called."""
-    attributes = vars(module)
-    return any(attributes[name] for name in _HOOKS)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class LeafTracer(fx.Tracer):
@@ -121,13 +123,14 @@ class LeafTracer(fx.Tracer):
         """One placeholder per tensor; everything else is as in the call."""
         inputs = [self.create_proxy("placeholder", f"input_{i}", (), {}) for i in range(self._call.tensors)]
         args, kwargs = self._call.restore(inputs)
-        return lambda: root_fn(self._module, *args, **kwargs), []
+        forward = FORWARDS.get(root_fn, root_fn)
+        return lambda: forward(self._module, *args, **kwargs), []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether to call ``m`` without looking into it."""
         if is_hooked(m) or m._compiled_call_impl is not None:
             return True
-        if isinstance(m, nn.Sequential):
+        if isinstance(m, nn.Sequential) or type(m).forward in FORWARDS:
             return False
         return type(m).__module__.startswith(_LIBRARIES) or next(m.children(), None) is None
 
@@ -139,6 +142,8 @@ class LeafTracer(fx.Tracer):
         if target is None:  # made on the fly, e.g. `nn.Softmax(dim=1)(x)`
             return forward(*args, **kwargs)
         if not self.is_leaf_module(m, target):
+            if (own := FORWARDS.get(type(m).forward)) is not None:
+                forward = functools.partial(own, m)
             nodes = len(self.graph.nodes)
             effects = SideEffects(m)
             with contextlib.suppress(Exception):

@@ -147,7 +147,7 @@ class Traces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._traces: dict[tuple[Call, tuple[bool, ...]], Trace] = {}
+        self._traces: dict[tuple[Call, tuple[int, ...]], Trace] = {}
 
     def get(self, call: Call) -> Trace:
         """The trace for a call of the module as it is now; the same object for the same state.
@@ -155,14 +155,20 @@ class Traces:
         Raises:
             UntraceableError: see :func:`trace`.
         """
-        key = (call, self.state())
+        key = (call, self._state())
         if key not in self._traces:
             self._traces[key] = trace(self._module, call)
         return self._traces[key]
 
-    def state(self) -> tuple[bool, ...]:
-        """All that a trace depends on besides the call: flags of training, and whether there are hooks."""
-        return tuple(flag for module in self._module.modules() for flag in (module.training, is_hooked(module)))
+    def _state(self) -> tuple[int, ...]:
+        """All that a trace depends on besides the call: the submodules, their flags of training and their hooks."""
+        state: list[int] = []
+        waiting = [self._module]
+        while waiting:
+            module = waiting.pop()
+            state += (id(module), module.training, is_hooked(module))
+            waiting += [child for child in module._modules.values() if child is not None]
+        return tuple(state)
 
 
 def common_layers(traces: Sequence[Trace]) -> tuple[Layer, ...]:

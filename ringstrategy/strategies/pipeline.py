@@ -32,7 +32,7 @@ from ringstrategy.pipeline.loss_scaling import SharedOverflow
 from ringstrategy.pipeline.micro_step import MicroBatchWeight, MicroSteps
 from ringstrategy.pipeline.pipeline import Pipeline
 from ringstrategy.pipeline.placement import Placement
-from ringstrategy.pipeline.plan import Balance, PipelinePlan, choose_cut
+from ringstrategy.pipeline.plan import Balance, Cut, PipelinePlan, choose_cut
 from ringstrategy.pipeline.stage import CheckpointMode
 from ringstrategy.pipeline.state import (
     gather_optimizer_state,
@@ -219,13 +219,20 @@ class PipelineStrategy(RingDDPStrategy):
         assert module is not None
         assert self._engine is not None
         name, pipelined = find_module(module, self._module_name)
-        decision = None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            trainer.fit_loop.setup_data()  # collective; a little earlier than otherwise, for an example of a batch
+        decision: Cut | ValueError | None = None
         if self.global_rank == 0:
-            example = find_example(module, pipelined, trainer if trainer.state.fn == TrainerFn.FITTING else None)
-            decision = choose_cut(
-                pipelined, self.num_stages, self._balance, example, self._chunks, self._checkpoint != "never"
-            )
+            try:
+                example = find_example(module, pipelined, trainer if fitting else None)
+                recompute = self._checkpoint != "never"
+                decision = choose_cut(pipelined, self.num_stages, self._balance, example, self._chunks, recompute)
+            except ValueError as error:
+                decision = error  # of the user's, which every rank is to show
         decision = self.broadcast(decision)
+        if isinstance(decision, ValueError):
+            raise decision
         assert decision is not None
         self._plan = PipelinePlan(name, pipelined, decision, module)
         rows = stage_rows(decision, pipelined, range(self.num_stages))

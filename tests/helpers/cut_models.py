@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "Arguments",
     "Brancher",
     "Branches",
     "ChangesInput",
+    "Checkpoints",
     "Contexts",
     "Convolutions",
     "Counts",
@@ -23,6 +25,7 @@ __all__ = [
     "Double",
     "InPlace",
     "OwnParameters",
+    "Reentrant",
     "Reused",
     "Skips",
     "SkipsAtRandom",
@@ -47,7 +50,7 @@ class Skips(nn.Module):
         h = torch.relu(early)
         for layer in self.layers[1:5]:
             h = layer(h) + early * 0.5
-        return self.layers[5](h) + early + x
+        return torch.add(self.layers[5](h) + early, x)
 
 
 class Structures(nn.Module):
@@ -123,7 +126,7 @@ class ChangesInput(nn.Module):
         x.view(-1).add_(1)
         h = self.two(h + x)
         x += h.detach()
-        return self.three(h) + x + y
+        return torch.add(self.three(h) + x, y)
 
 
 class Tied(nn.Module):
@@ -160,6 +163,7 @@ class OwnParameters(nn.Module):
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(2)])
+        self.steps: Tensor
         self.register_buffer("offset", torch.arange(4.0))
         self.register_buffer("steps", torch.zeros(()))
         self.plain = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
@@ -297,3 +301,31 @@ class Transformer(nn.Module):
             weights = weights.masked_fill(~(self.bias[:length, :length] & mask[:, None, None]), -1e9)
             h = h + project((weights.softmax(-1) @ value).transpose(1, 2).reshape(rows, length, 8))
         return torch.matmul(h, self.tokens.weight.T)
+
+
+class Checkpoints(nn.Module):
+    """Activations that are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.one, x, use_reentrant=False)
+        h = checkpoint(self._rest, h, use_reentrant=False)
+        return torch.tanh(h)
+
+    def _rest(self, x: Tensor) -> Tensor:
+        return torch.relu(self.three(torch.relu(self.two(x))))
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self._both, x, use_reentrant=True)
+
+    def _both(self, x: Tensor) -> Tensor:
+        return torch.relu(self.two(torch.relu(self.one(x))))

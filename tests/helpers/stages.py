@@ -78,9 +78,7 @@ def _program(rank: nn.Module, call: Any, stage: int, stages: int) -> StageProgra
     anchors = [trace.layers[len(trace.layers) * k // stages].anchor for k in range(1, stages)]
     program = cut(trace, anchors)[stage]
     used = {*program.parameters, *program.buffers}
-    names: dict[int, str] = {}
-    for name, tensor in (*rank.named_parameters(), *rank.named_buffers()):
-        names[id(tensor)] = name
+    names = {id(tensor): name for name, tensor in (*rank.named_parameters(), *rank.named_buffers())}
     for child in rank.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None and names[id(tensor)] not in used:

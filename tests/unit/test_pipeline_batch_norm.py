@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -80,6 +80,7 @@ def test_statistics_are_those_of_the_whole_batch(kind: str, sizes: list[int], mo
             _assert_moved_alike(layer, whole, before)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
 def test_any_number_of_micro_batches_of_any_size(sizes: list[int], seed: int) -> None:
     layer = nn.BatchNorm2d(2, dtype=torch.float64)

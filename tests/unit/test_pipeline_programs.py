@@ -16,11 +16,13 @@ from tests.helpers.cut_models import (
     Arguments,
     Brancher,
     ChangesInput,
+    Checkpoints,
     Contexts,
     Convolutions,
     Counts,
     InPlace,
     OwnParameters,
+    Reentrant,
     Reused,
     Skips,
     SkipsAtRandom,
@@ -148,6 +150,24 @@ def test_a_transformer() -> None:
     assert [program.inputs for program in programs] == [(0,), (1,), (1,), (1,)]
     assert all(not any("input" in name for name in program.sends) for program in programs)
     assert [program.buffers for program in programs] == [(), ("bias",), ("bias",), ("bias",)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_transformers_of_torch_are_cut_between_their_layers(training: bool) -> None:
+    module = nn.Transformer(8, 2, 2, 2, 16, dropout=0.3 if training else 0.0, batch_first=True).train(training)
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    padding = torch.tensor([[0.0] * 4 + [-1e9], [0.0] * 5], dtype=torch.float64)
+    arguments = (_x(2, 4, 8), _x(2, 5, 8) * 2, None, causal, None, None, padding)
+    *_, programs = check_stages(module, *arguments, stages=(1, 2, 6))
+    names = ["encoder.layers.0", "encoder.layers.1", "encoder.norm", "decoder.layers.0", "decoder.layers.1"]
+    assert [program.modules for program in programs] == [(name,) for name in [*names, "decoder.norm"]]
+    check_stages(module, _x(4, 8), _x(5, 8), None, causal > -1, stages=(2,))
+
+
+def test_activations_that_are_computed_again() -> None:
+    check_stages(Checkpoints(), _x(3, 4))
+    *_, programs = check_stages(nn.Sequential(nn.Linear(4, 4), Reentrant()), _x(3, 4), stages=(2,))
+    assert programs[1].modules == ("1",)
 
 
 def test_a_stage_may_be_empty_of_tensors_that_need_gradients() -> None:
