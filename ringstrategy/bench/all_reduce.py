@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.bench import BenchError
+from ringstrategy.bench.environment import command_line
 from ringstrategy.bench.ranks import run_ranks
 from ringstrategy.bench.sizes import format_size
 from ringstrategy.collectives.base import Collective
@@ -86,11 +87,15 @@ class AllReduceConfig:
     @property
     def command(self) -> str:
         """The command line that measures this."""
-        return (
-            f"ringstrategy bench all-reduce --ranks {self.ranks} --sizes {','.join(map(format_size, self.sizes))}"
-            f" --collectives {','.join(self.collectives)} --dtype {self.dtype}"
-            f" --repeats {self.repeats} --warmup {self.warmup}"
-        )
+        options: dict[str, object] = {
+            "ranks": self.ranks,
+            "sizes": [format_size(size) for size in self.sizes],
+            "collectives": self.collectives,
+            "dtype": self.dtype,
+            "repeats": self.repeats,
+            "warmup": self.warmup,
+        }
+        return command_line("all-reduce", options)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ the gradients, and when.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -181,16 +181,3 @@ class _RecordedStage(PipelineStage):
         begun = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.record(Action("B", bwd_chunk_id), begun, time.perf_counter())
-
-
-def own_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by name of the parameters that are in memory."""
-    return {name: parameter.grad for name, parameter in module.named_parameters() if not parameter.is_meta}
-
-
-def difference(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> str | None:
-    """Say where gradients are not what they should be, or nothing."""
-    raise NotImplementedError
-
-
-_Unused = Sequence

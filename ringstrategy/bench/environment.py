@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import ringstrategy
 
-__all__ = ["describe"]
+__all__ = ["command_line", "describe"]
 
 
 def describe(command: str) -> dict[str, str | float]:
@@ -38,6 +39,23 @@ def describe(command: str) -> dict[str, str | float]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
     }
+
+
+def command_line(kind: str, options: Mapping[str, object]) -> str:
+    """Write down a command of ``ringstrategy bench``.
+
+    Args:
+        kind: what it measures, e.g. ``"train-step"``.
+        options: by their names as arguments of the parser; several values become a list with commas.
+
+    Returns:
+        The command, e.g. ``"ringstrategy bench train-step --batch-size 32 --strategies ring_ddp,ddp"``.
+    """
+    words = ["ringstrategy", "bench", kind]
+    for name, value in options.items():
+        several = isinstance(value, (tuple, list))
+        words += ["--" + name.replace("_", "-"), ",".join(map(str, value)) if several else str(value)]
+    return " ".join(words)
 
 
 def _cpu_model() -> str:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ringstrategy.bench import BenchError
+from ringstrategy.bench.environment import command_line
 from ringstrategy.bench.models import check_model
 from ringstrategy.bench.train_worker import RankResult, TrainRun
 
@@ -104,11 +105,9 @@ class TrainStepConfig:
     @property
     def command(self) -> str:
         """The command line that measures this."""
-        return (
-            f"ringstrategy bench train-step --model {self.model} --batch-size {self.batch_size} --ranks {self.ranks}"
-            f" --strategies {','.join(contender.name for contender in self.strategies)} --steps {self.steps}"
-            f" --warmup {self.warmup} --rounds {self.rounds} --image-size {self.image_size}"
-        )
+        names = ("model", "batch_size", "ranks", "steps", "warmup", "rounds", "image_size")
+        options = {name: getattr(self, name) for name in names}
+        return command_line("train-step", {**options, "strategies": [each.name for each in self.strategies]})
 
 
 @dataclass(frozen=True)

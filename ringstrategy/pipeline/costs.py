@@ -141,11 +141,12 @@ def _bytes(
     values: tuple[Any, ...] = ()
 
     def count(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # an output with its graph, kept by that graph, would never be freed
         if _memory(tensor) not in seen:
             seen.add(_memory(tensor))
-            alive.append(tensor)
+            alive.append(kept)
             saved[-1] += tensor.untyped_storage().nbytes()
-        return tensor
+        return kept
 
     for program in programs:
         saved.append(0)

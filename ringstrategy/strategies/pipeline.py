@@ -10,8 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
 from torch.optim import LBFGS, Optimizer
@@ -41,7 +39,7 @@ from ringstrategy.pipeline.state import (
     make_optimizer_whole,
     make_whole,
 )
-from ringstrategy.pipeline.table import stage_rows, stage_table
+from ringstrategy.pipeline.table import as_text, stage_rows, stage_table
 from ringstrategy.pipeline.tracing import find_module
 from ringstrategy.process_group import RankGroup
 from ringstrategy.strategies.ring_ddp import RingDDPStrategy
@@ -236,7 +234,7 @@ class PipelineStrategy(RingDDPStrategy):
         assert decision is not None
         self._plan = PipelinePlan(name, pipelined, decision, module)
         rows = stage_rows(decision, pipelined, range(self.num_stages))
-        rank_zero_info(_as_text(stage_table(rows, f"Stages of '{name}'" if name else "Stages")))
+        rank_zero_info(as_text(stage_table(rows, f"Stages of '{name}'" if name else "Stages")))
         self._placement = Placement(module, self._plan.owners, self.stage)
         self._placement.leave()
         pipeline = Pipeline(
@@ -451,10 +449,3 @@ def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
                 "LBFGS decides on products over all parameters, of which a pipeline's stage holds some. Use another "
                 "optimizer, or strategy='ring_ddp'."
             )
-
-
-def _as_text(table: Table) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()

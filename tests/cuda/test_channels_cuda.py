@@ -50,7 +50,7 @@ def _just_computed(rank: int, world_size: int, transport: Transport) -> None:
     torch.cuda.set_device(_GPU)
     channel = connect(RankGroup.connect(_GPU, timedelta(seconds=60)), transport)[1 - rank]
     weight = torch.eye(2048, device=_GPU) * 2
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         for step in range(5):
             value = torch.full((2048, 2048), float(rank + step), device=_GPU)
             for _ in range(8):

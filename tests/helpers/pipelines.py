@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -14,21 +16,29 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ringstrategy import PipelineStrategy
+from tests.helpers.assertions import assert_ranks_identical
 from tests.helpers.compare import Result, result_of
 from tests.helpers.models import plain_sgd
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer_on_rank
 
 __all__ = [
+    "SCHEDULES",
     "Classification",
     "Pipelined",
+    "assert_like_one_process",
     "batches",
+    "fit",
     "fit_alone",
     "fit_stages",
     "layered",
+    "listed",
+    "record_messages",
     "run_alone",
     "run_stages",
 ]
+
+SCHEDULES = ["gpipe", "1f1b"]
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
@@ -53,6 +63,11 @@ class _Listed(Dataset[Any]):
         return self._items[index]
 
 
+def listed(items: Sequence[Any]) -> DataLoader[Any]:
+    """A loader that yields ``items``, each as one batch."""
+    return DataLoader(_Listed(list(items)), batch_size=None)
+
+
 def batches(
     *sizes: int, shape: tuple[int, ...] = (8,), classes: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> DataLoader[Any]:
@@ -65,7 +80,7 @@ def batches(
         )
         for size in sizes
     ]
-    return DataLoader(_Listed(items), batch_size=None)
+    return listed(items)
 
 
 class Classification(pl.LightningModule):
@@ -195,5 +210,43 @@ def fit_alone(
     options: dict[str, Any] | None = None,
     timeout: float = 60.0,
 ) -> Result:
-    """Train in one process; see :func:`fit`."""
-    return run_alone(fit, build, load, options or {}, timeout=timeout)
+    """Train in one process; see :func:`fit`. What was trained before is not trained again."""
+    return _fit_alone(pickle.dumps((build, load, options or {})), timeout)
+
+
+@functools.cache
+def _fit_alone(arguments: bytes, timeout: float) -> Result:
+    return run_alone(fit, *pickle.loads(arguments), timeout=timeout)
+
+
+def record_messages(module: pl.LightningModule) -> list[tuple[int, str]]:
+    """A list that grows with every message this stage sends: to which stage, and what for. Call it once it trains.
+
+    In one process the list stays empty.
+    """
+    sent: list[tuple[int, str]] = []
+    engine = getattr(module.trainer.strategy, "_engine", None)
+    for stage, channel in ({} if engine is None else engine.channels).items():
+
+        def send(values: Any, tag: str, stage: int = stage, send: Callable[..., None] = channel.send) -> None:
+            sent.append((stage, tag))
+            send(values, tag)
+
+        channel.send = send
+    return sent
+
+
+def assert_like_one_process(ranks: Sequence[Result], alone: Result, tolerance: float = 1e-9) -> None:
+    """All ranks hold the same whole module, and trained and logged what one process does.
+
+    Args:
+        ranks: results by rank.
+        alone: the result of one process.
+        tolerance: absolute.
+    """
+    assert_ranks_identical([rank.state for rank in ranks])
+    assert alone.global_step > 0, "nothing was trained"
+    for rank in ranks:
+        assert (rank.global_step, rank.epoch) == (alone.global_step, alone.epoch)
+        torch.testing.assert_close(rank.state, alone.state, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(rank.metrics, alone.metrics, rtol=0.0, atol=tolerance)

@@ -8,22 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.assertions import assert_ranks_identical
-from tests.helpers.compare import Result
-from tests.helpers.pipelines import Classification, batches, fit_alone, fit_stages, layered
-
-_TOLERANCE = 1e-9
-
-
-def assert_like_one_process(ranks: list[Result], alone: Result, tolerance: float = _TOLERANCE) -> None:
-    """All ranks hold the same whole module, and trained and logged what one process does."""
-    assert_ranks_identical([rank.state for rank in ranks])
-    assert alone.global_step > 0, "nothing was trained"
-    for rank in ranks:
-        assert (rank.global_step, rank.epoch) == (alone.global_step, alone.epoch)
-        torch.testing.assert_close(rank.state, alone.state, rtol=0.0, atol=tolerance)
-        torch.testing.assert_close(rank.metrics, alone.metrics, rtol=0.0, atol=tolerance)
-
+from tests.helpers.pipelines import (
+    Classification,
+    assert_like_one_process,
+    batches,
+    fit_alone,
+    fit_stages,
+    layered,
+)
 
 _QUICK = [(1, 4, "never"), (2, 1, "except_last"), (2, 4, "except_last"), (3, 7, "always"), (4, 2, "never")]
 

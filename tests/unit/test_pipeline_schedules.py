@@ -6,7 +6,7 @@ import graphlib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringstrategy.pipeline.schedules import (
@@ -34,6 +34,7 @@ def _write(schedule: Schedule) -> list[str]:
 
 
 @_both
+@settings(deadline=None)
 @given(stages=_STAGES, micro_batches=_MICRO_BATCHES)
 def test_a_schedule_completes_and_runs_everything_once(
     generate: Callable[[int, int], Schedule], stages: int, micro_batches: int
@@ -46,6 +47,7 @@ def test_a_schedule_completes_and_runs_everything_once(
 
 
 @_both
+@settings(deadline=None)
 @given(stages=_STAGES, micro_batches=_MICRO_BATCHES)
 def test_every_action_runs_after_what_it_needs(
     generate: Callable[[int, int], Schedule], stages: int, micro_batches: int
@@ -62,6 +64,7 @@ def test_every_action_runs_after_what_it_needs(
             assert when[stage, Action("F", action.micro_batch)] < when[stage, action]
 
 
+@settings(deadline=None)
 @given(stages=_STAGES, micro_batches=_MICRO_BATCHES)
 def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow(stages: int, micro_batches: int) -> None:
     assert peak_in_flight(gpipe(stages, micro_batches)) == (micro_batches,) * stages
@@ -155,6 +158,7 @@ def _interleaved(draw: st.DrawFn) -> Schedule:
     return _read(*(" ".join(stage()) for _ in range(draw(st.integers(1, 4)))))
 
 
+@settings(deadline=None)
 @given(_interleaved())
 def test_exactly_the_schedules_without_a_cycle_of_waits_are_accepted(schedule: Schedule) -> None:
     waits_for: dict[tuple[int, Action], set[tuple[int, Action]]] = {}

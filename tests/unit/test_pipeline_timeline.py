@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringstrategy.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b
@@ -19,6 +19,7 @@ def _times(timeline: Timeline, stage: int) -> dict[str, tuple[float, float]]:
 
 
 @_both
+@settings(deadline=None)
 @given(
     stages=st.integers(1, 8), micro_batches=st.integers(1, 16), forward=st.integers(1, 9), backward=st.integers(1, 9)
 )
@@ -39,6 +40,7 @@ def _costs(draw: st.DrawFn) -> tuple[int, int, list[int], list[int], list[int]]:
 
 
 @_both
+@settings(deadline=None)
 @given(_costs())
 def test_nothing_runs_before_its_message_or_beside_another_action(
     generate: Callable[[int, int], Schedule], costs: tuple[int, int, list[int], list[int], list[int]]

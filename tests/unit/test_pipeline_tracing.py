@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringstrategy.pipeline.calls import Call, flatten_call
 from ringstrategy.pipeline.tracing import Trace, Traces, common_layers, find_module, split_layers, trace
-from tests.helpers.cut_models import Branches, Brancher, Counts, SkipsAtRandom, Tied
+from tests.helpers.cut_models import Brancher, Branches, Counts, SkipsAtRandom, Tied
 
 
 def _call(*args: Any) -> Call:
@@ -42,7 +42,7 @@ class Plain(nn.Module):
         h = self.first(x * self.scale)
         h = self.second(h + self.offset)
         h = self.second(h)
-        return h + self.shift
+        return torch.add(h, self.shift)
 
 
 def test_a_layer_is_a_called_module_and_what_follows() -> None:
@@ -155,7 +155,7 @@ class Sets(nn.Module):
         if self.kind == "buffer":
             self.mean = h.mean(0)
         if self.kind == "child":
-            self.body.seen = True
+            setattr(self.body, "seen", True)  # noqa: B010  (mypy knows no such attribute)
         return h
 
 
