@@ -46,8 +46,8 @@ class GradientReducer:
 
     Attributes:
         exposed_seconds: time in which backward had ended and the means were not there yet.
-        copy_seconds: time that copying gradients to their places in buckets has added to backward; no part of the above.
-            On CUDA the host does not wait for a copy: there it is only the time to start them.
+        copy_seconds: time that copying gradients into buckets has added to backward; no part of the above. On CUDA the
+            host does not wait for a copy: there it is only the time to start them.
         all_reduces: buckets sent so far.
     """
 
@@ -143,6 +143,8 @@ class GradientReducer:
 
     def _hook(self, gradient: Gradient) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
+            if gradient.parameter.grad is None:
+                return  # a function of autograd had none to give; torch calls all the same
             gradient.dirty = True
             if self._sync:
                 self._arrived(gradient)

@@ -36,7 +36,7 @@ def mean_of_sparse(group: RankGroup, gradient: Tensor | None, used: bool, like: 
         total = torch.zeros_like(like, memory_format=torch.contiguous_format)
         if gradient is not None:
             total.copy_(gradient.detach().to_dense())
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group.process_group)
         return total.div_(group.world_size)
 
     # Ranks send as many rows as the one with the most, for all messages must be equally long.
@@ -49,8 +49,8 @@ def mean_of_sparse(group: RankGroup, gradient: Tensor | None, used: bool, like: 
         values[: len(rows)] = rows / group.world_size
     all_indices = [torch.empty_like(indices) for _ in kinds]
     all_values = [torch.empty_like(values) for _ in kinds]
-    dist.all_gather(all_indices, indices)
-    dist.all_gather(all_values, values)
+    dist.all_gather(all_indices, indices, group=group.process_group)
+    dist.all_gather(all_values, values, group=group.process_group)
     nnz = [kind.nnz if kind else 0 for kind in kinds]
     return torch.sparse_coo_tensor(
         torch.cat([index[:, :n] for index, n in zip(all_indices, nnz, strict=True)], dim=1),

@@ -224,3 +224,39 @@ def test_a_backward_that_keeps_its_graph_leaves_the_mean_in_grad() -> None:
         assert parameter.grad is not None
         for rank in ranks:
             torch.testing.assert_close(rank.records[name][0], parameter.grad, rtol=0, atol=1e-6)
+
+
+class _ReturnsNoGradient(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: object, value: Tensor, parameter: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Ignored(Regression):
+    """One parameter is an argument of a function of autograd that has no gradient for it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.ignored = nn.Parameter(torch.ones(3))
+
+    def loss(self, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return F.mse_loss(_ReturnsNoGradient.apply(self.net(inputs), self.ignored), targets)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.record("ignored", self.ignored.grad)
+
+
+def test_a_function_that_returns_no_gradient_for_a_parameter() -> None:
+    """Symptom: torch calls the hooks of such a parameter all the same, and the strategy fails in its second step."""
+    ranks = fit_ranks(_Ignored, 2, rows=24, batch_size=4)
+    assert_ranks_identical([rank.parameters for rank in ranks])
+    assert ranks[0].records["ignored"] == [None] * 3
+    parameters = {name: value for name, value in ranks[0].parameters.items() if name != "ignored"}
+    assert_close_to_single_process(parameters, train_single_process(network(), blocks(24, 8)))
