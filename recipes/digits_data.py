@@ -101,7 +101,8 @@ class DigitsDataModule(pl.LightningDataModule):
         Raises:
             ValueError: a rank has fewer images than one batch.
         """
-        images_per_rank = len(self.train_images) // (self.trainer.world_size if self.trainer else 1)
+        sampler = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        images_per_rank = len(self.train_images) // (sampler["num_replicas"] if sampler else 1)
         if self.batch_size > images_per_rank:
             raise ValueError(f"batch_size is {self.batch_size}, but a rank has only {images_per_rank} training images")
         return self._loader(self.train_images, shuffle=True, drop_last=True)

@@ -37,6 +37,18 @@ RECIPES = (
         data="1797 scans of 8x8 pixels, shipped with scikit-learn",
         ranks=2,
     ),
+    Recipe(
+        name="digits_gpipe",
+        summary="the same classifier cut into two stages, with the gpipe schedule",
+        data="1797 scans of 8x8 pixels, shipped with scikit-learn",
+        ranks=2,
+    ),
+    Recipe(
+        name="digits_1f1b",
+        summary="the same classifier cut into two stages, with the 1f1b schedule",
+        data="1797 scans of 8x8 pixels, shipped with scikit-learn",
+        ranks=2,
+    ),
 )
 
 

@@ -18,9 +18,9 @@ class Summary:
 
     Attributes:
         test_accuracy: share of test images classified right, in [0, 1].
-        samples_per_s: training samples per second of all ranks together, without start-up and validation.
+        samples_per_s: training samples per second of the whole run, without start-up and validation.
         ranks: number of processes that trained.
-        communication_share: share of the training time in which a rank waited for the gradients of others, in [0, 1].
+        communication_share: share of the training time in which a rank waited for others, in [0, 1].
         checkpoint: absolute path of the best checkpoint, which is the one that was tested.
     """
 
@@ -43,7 +43,7 @@ class Summary:
         table.add_row("test accuracy", _format(self.test_accuracy, ".4f"))
         table.add_row("samples/s", _format(self.samples_per_s, ",.0f"))
         table.add_row("ranks", str(self.ranks))
-        table.add_row("time in communication", _format(self.communication_share, ".1%"))
+        table.add_row("waiting for others", _format(self.communication_share, ".1%"))
         table.add_row("best checkpoint", os.path.relpath(self.checkpoint) if self.checkpoint else "not saved")
         return table
 

@@ -14,9 +14,10 @@ __all__ = ["TrainingMeter"]
 class TrainingMeter(pl.Callback):
     """Logs two numbers at the end of every epoch, both over the whole run so far.
 
-    ``samples_per_s``: training samples per second, of all ranks together. ``communication_share``: the share of the
-    training time in which a rank waited for the gradients of others, averaged over ranks; only where the strategy
-    counts it (``strategy.communication.exposed_seconds``).
+    ``samples_per_s``: training samples per second of the whole run; the stages of a pipeline, which read the same
+    ones, count once. ``communication_share``: the share of the training time in which a rank waited for others,
+    averaged over the ranks that read samples of their own; only where the strategy counts it
+    (``strategy.communication.exposed_seconds``).
 
     The clock runs from batch to batch. It stands still in validation, between epochs, and for the first batches,
     in which memory is allocated and the order of the gradients is learnt. Fewer batches than that log nothing.
@@ -64,9 +65,15 @@ class TrainingMeter(pl.Callback):
         self._mark = None
         if self.seconds == 0.0:
             return
-        pl_module.log("samples_per_s", self.samples / self.seconds * trainer.world_size, sync_dist=True)
+        pl_module.log("samples_per_s", self.samples / self.seconds * _readers(trainer), sync_dist=True)
         if _seconds_waited(trainer) is not None:
             pl_module.log("communication_share", self.waited / self.seconds, sync_dist=True)
+
+
+def _readers(trainer: pl.Trainer) -> int:
+    """How many ranks read samples of their own."""
+    sampler = trainer.distributed_sampler_kwargs
+    return 1 if sampler is None else int(sampler["num_replicas"])
 
 
 def _clocks(trainer: pl.Trainer) -> tuple[float, float]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.guards import Snapshot, leaks_since
+
+
+def pytest_configure() -> None:
+    """Scripts under test must hear SIGINT, which a shell that starts pytest in the background has them ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

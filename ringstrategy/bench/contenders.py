@@ -31,19 +31,19 @@ from ringstrategy.pipeline.schedules import Action
 __all__ = ["Bench", "Contender", "build_contender"]
 
 _CPU = torch.device("cpu")
-_TORCH_SCHEDULES = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
+_TORCH_SCHEDULES: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {
+    "torch_gpipe": ScheduleGPipe,
+    "torch_1f1b": Schedule1F1B,
+}
 Record = Callable[[Action, float, float], None]
 
 
 class Contender(Protocol):
-    """One rank of a pipeline.
-
-    Attributes:
-        bytes_sent: by this rank so far.
-    """
+    """One rank of a pipeline."""
 
     @property
-    def bytes_sent(self) -> int: ...
+    def bytes_sent(self) -> int:
+        """Bytes of tensors that this rank has sent so far."""
 
     def step(self, record: Record) -> None:
         """Forward, loss and backward of the batch; leaves gradients at this rank's parameters.
@@ -123,7 +123,7 @@ class _Torch:
                 " first stage only; leave its variants out"
             )
         self._inputs = () if engine.stage else (bench.batch[0],)
-        self._target = {"target": bench.batch[1]} if engine.last else {}
+        self._target: dict[str, Any] = {"target": bench.batch[1]} if engine.last else {}
         self._module = _StageModule(bench.module.network, program, first=not engine.stage, last=engine.last)
         self._stage = _RecordedStage(self._module, engine.stage, engine.stages, _CPU)
         self._schedule = schedule(self._stage, chunks, loss_fn=F.cross_entropy)

@@ -53,8 +53,8 @@ def command_line(kind: str, options: Mapping[str, object]) -> str:
     """
     words = ["ringstrategy", "bench", kind]
     for name, value in options.items():
-        several = isinstance(value, (tuple, list))
-        words += ["--" + name.replace("_", "-"), ",".join(map(str, value)) if several else str(value)]
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        words += ["--" + name.replace("_", "-"), ",".join(str(each) for each in values)]
     return " ".join(words)
 
 

@@ -5,7 +5,7 @@ same model at the same layers, and find the gradients of the whole model before 
 the same processes, so that a slow spell of the machine meets all of them:
 
     round 1                                             round 2
-    naive ×steps │ gpipe, 2 chunks ×steps │ torch's …   naive ×steps │ gpipe, 2 chunks ×steps │ torch's …
+    naive, naive │ gpipe 2, gpipe 2 │ torch_gpipe 2 …   naive, naive │ gpipe 2, gpipe 2 │ torch_gpipe 2 …
 
 A step is as long as it is on the slowest rank, from a barrier on. What a stage computes in it is recorded by itself;
 the critical path is the schedule played with these times and nothing else. Memory is the largest proportional set size
@@ -131,9 +131,9 @@ class Timing:
     bubble: float
 
 
-@dataclass(frozen=True)
-class PipelineRow:
-    """One line of the result.
+@dataclass(frozen=True, kw_only=True)
+class PipelineRow(Timing):
+    """One line of the result: the times, and what they were measured on.
 
     Attributes:
         variant: its name.
@@ -142,7 +142,6 @@ class PipelineRow:
         batch: samples per step.
         stages: number of stages.
         balance: layers per stage.
-        timing: of its steps.
         ideal_bubble: ``(K-1)/(M+K-1)`` for ``K`` stages and ``M`` micro-batches.
         sent_bytes: bytes of tensors that all ranks together send in a step.
         peak_pss_MiB: largest proportional set size, by rank.
@@ -154,7 +153,6 @@ class PipelineRow:
     batch: int
     stages: int
     balance: tuple[int, ...]
-    timing: Timing
     ideal_bubble: float
     sent_bytes: int
     peak_pss_MiB: tuple[float, ...]
@@ -199,13 +197,13 @@ def measure(config: PipelineConfig, progress: Callable[[str], None] = lambda _: 
             memory = tuple(read_memory(folder, rank) for rank in range(run.stages))
         rows.append(
             PipelineRow(
+                **vars(summarise(variant, [rank.steps[number] for rank in ranks])),
                 variant=variant.name,
                 chunks=variant.chunks,
                 model=config.model,
                 batch=config.batch,
                 stages=config.stages,
                 balance=balance,
-                timing=summarise(variant, [rank.steps[number] for rank in ranks]),
                 ideal_bubble=ideal_bubble(config.stages, variant.chunks),
                 sent_bytes=sum(rank.sent_bytes[number] for rank in ranks),
                 peak_pss_MiB=memory,

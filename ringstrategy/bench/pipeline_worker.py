@@ -119,9 +119,7 @@ class RankResult:
     def read(cls, folder: str, rank: int) -> RankResult:
         """Read what a rank wrote."""
         found = json.loads(_result_file(folder, rank).read_text())
-        steps = (
-            tuple(tuple(StepRecord(**step) for step in steps) for steps in rounds) for rounds in found["steps"]
-        )
+        steps = (tuple(tuple(StepRecord(**step) for step in steps) for steps in rounds) for rounds in found["steps"])
         return cls(tuple(found["balance"]), tuple(steps), tuple(found["sent_bytes"]))
 
     def write(self, folder: str, rank: int) -> None:
@@ -187,6 +185,7 @@ def _bench(
     group = RankGroup.connect(_CPU, timeout)
     # Group norm, and no dropout: what a sample does to the gradients depends on no other sample and on no chance.
     network, shape = build_network(run.model, run.image_size, norm="group")
+    _forbid_in_place(network)
     module = SyntheticClassifier(network).eval()
     batch = SyntheticBatches(shape, run.batch, length=1, seed=0)[0]
     cut = _choose_cut(group, network, batch[0], run)
@@ -206,6 +205,13 @@ def _bench(
     finally:
         engine.close()
     dist.destroy_process_group()
+
+
+def _forbid_in_place(network: nn.Module) -> None:
+    """A stage may begin with an activation, and torch's cannot have it overwrite what they receive."""
+    for child in network.modules():
+        if getattr(child, "inplace", False):
+            child.inplace = False
 
 
 def _choose_cut(group: RankGroup, network: nn.Module, inputs: Tensor, run: PipelineRun) -> Cut:

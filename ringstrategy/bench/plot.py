@@ -10,14 +10,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ringstrategy.bench.all_reduce import AllReduceRow
-from ringstrategy.bench.report import format_time
+from ringstrategy.bench.pipeline import PipelineRow
 from ringstrategy.bench.sizes import format_size
 from ringstrategy.bench.train_step import Contender, TrainStepRow
+from ringstrategy.quantities import format_time
 
-__all__ = ["plot_all_reduce", "plot_train_step"]
+__all__ = ["plot_all_reduce", "plot_pipeline", "plot_train_step"]
 
 # Ours in a strong colour, what it is measured against in quiet ones.
 _OURS, _OTHERS, _FLOOR = "#d9480f", ("#495057", "#1971c2", "#2f9e44"), "#adb5bd"
+# Of a pipeline: colour, dashes and marker. Ours are warm, torch's are cool.
+_LINES = {
+    "gpipe": (_OURS, "-", "o"),
+    "1f1b": ("#f59f00", "--", "s"),
+    "torch_gpipe": (_OTHERS[0], "-", "o"),
+    "torch_1f1b": (_OTHERS[1], "--", "s"),
+    "naive": (_FLOOR, "-", ""),
+}
 
 
 def plot_all_reduce(rows: Sequence[AllReduceRow], path: Path) -> None:
@@ -86,6 +95,57 @@ def plot_train_step(rows: Sequence[TrainStepRow], path: Path) -> None:
         _tidy(axes, grid="x")
         axes.tick_params(axis="y", length=0)
     times.set_title(f"{rows[0].model}, {rows[0].ranks} ranks of one thread", loc="left")
+    figure.savefig(path, dpi=150)
+
+
+def plot_pipeline(rows: Sequence[PipelineRow], path: Path) -> None:
+    """Time per step, bubble and peak memory over the number of micro-batches, one line per variant.
+
+    Args:
+        rows: of one measurement.
+        path: of the picture; its suffix says which format.
+    """
+    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+    times, bubbles, memory = figure.subplots(1, 3)
+    chunks = sorted({row.chunks for row in rows if row.variant != "naive"}) or [1]
+    for name in dict.fromkeys(row.variant for row in rows):
+        line = sorted((row for row in rows if row.variant == name), key=lambda row: row.chunks)
+        if name == "naive":
+            line = line * len(chunks)  # it has one micro-batch, however many the others have
+        colour, dashes, marker = _LINES[name]
+        for axes, values in (
+            (times, [row.median_s * 1e3 for row in line]),
+            (bubbles, [row.bubble * 100 for row in line]),
+            (memory, [max(row.peak_pss_MiB) for row in line]),
+        ):
+            axes.plot(chunks, values, color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
+        times.fill_between(
+            chunks,
+            [min(row.rounds_s) * 1e3 for row in line],
+            [max(row.rounds_s) * 1e3 for row in line],
+            color=colour,
+            alpha=0.12,
+            linewidth=0,
+        )
+    ideal = {row.chunks: row.ideal_bubble * 100 for row in rows}
+    bubbles.plot(chunks, [ideal[count] for count in chunks], color="#212529", linewidth=1, label="(K-1)/(M+K-1)")
+    for axes, what in (
+        (times, "time per step (ms)"),
+        (bubbles, "bubble (%)"),
+        (memory, "peak memory of the largest rank (PSS, MiB)"),
+    ):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(chunks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: str(round(count))))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("micro-batches M")
+        axes.set_ylabel(what)
+        _tidy(axes, grid="y")
+    times.set_title(f"{rows[0].model}, batch {rows[0].batch}, {rows[0].stages} stages of one thread", loc="left")
+    figure.legend(
+        *bubbles.get_legend_handles_labels(), loc="outside lower center", ncols=len(_LINES) + 1, frameon=False
+    )
     figure.savefig(path, dpi=150)
 
 

@@ -10,21 +10,14 @@ from pathlib import Path
 from rich.table import Table
 
 from ringstrategy.bench.all_reduce import AllReduceRow
+from ringstrategy.bench.pipeline import PipelineRow
 from ringstrategy.bench.sizes import format_size
 from ringstrategy.bench.train_step import Contender, TrainStepRow
+from ringstrategy.quantities import format_bytes, format_time
 
-__all__ = ["all_reduce_table", "format_time", "train_step_table", "write_json"]
+__all__ = ["all_reduce_table", "pipeline_table", "train_step_table", "write_json"]
 
 _BASELINE = "backend"
-
-
-def format_time(seconds: float) -> str:
-    """Write a time with three significant digits: ``"38.2 µs"``, ``"1.07 ms"``, ``"2.00 s"``."""
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds * factor < 999.5:
-            scaled = seconds * factor
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
-    return f"{seconds:.2f} s"
 
 
 def all_reduce_table(rows: Sequence[AllReduceRow]) -> Table:
@@ -80,12 +73,58 @@ def train_step_table(rows: Sequence[TrainStepRow]) -> Table:
     return table
 
 
+def pipeline_table(rows: Sequence[PipelineRow]) -> Table:
+    """One line per number of chunks and variant, with what it is measured against.
+
+    Each of ours has its speed relative to torch's of the same schedule and chunks; all have theirs relative to the
+    naive one, and what the step takes longer than the critical path.
+    """
+    median_s = {(row.variant, row.chunks): row.median_s for row in rows}
+    naive_s = next((row.median_s for row in rows if row.variant == "naive"), None)
+    first = rows[0]
+    table = Table(
+        title=f"pipeline of {first.stages} stages of one thread ({' + '.join(map(str, first.balance))} layers),"
+        f" {first.model}, batch {first.batch}"
+    )
+    table.add_column("chunks", justify="right")
+    table.add_column("variant")
+    for name in ("step", "rounds", "vs torch", "vs naive", "critical\npath", "over\nit", "bubble", "ideal", "sent"):
+        table.add_column(name, justify="right")
+    table.add_column("peak PSS,\nMiB by rank", justify="right")
+    last = None
+    for row in rows:
+        if last not in (None, row.chunks):
+            table.add_section()
+        table.add_row(
+            str(row.chunks) if row.chunks != last else "",
+            row.variant,
+            format_time(row.median_s),
+            f"{min(row.rounds_s) * 1e3:.1f} to {max(row.rounds_s) * 1e3:.1f} ms",
+            _ratio(median_s.get((f"torch_{row.variant}", row.chunks)), row.median_s),
+            _ratio(naive_s, row.median_s),
+            format_time(row.critical_s),
+            f"{row.median_s / row.critical_s - 1:+.1%}",
+            f"{row.bubble:.1%}",
+            f"{row.ideal_bubble:.1%}",
+            format_bytes(row.sent_bytes),
+            ", ".join(f"{peak:.0f}" for peak in row.peak_pss_MiB),
+        )
+        last = row.chunks
+    return table
+
+
+def _ratio(other_s: float | None, own_s: float) -> str:
+    return "-" if other_s is None else f"{other_s / own_s:.2f}x"
+
+
 def _optional(seconds: float | None) -> str:
     return "-" if seconds is None else format_time(seconds)
 
 
 def write_json(
-    path: Path, environment: dict[str, str | float], rows: Sequence[AllReduceRow] | Sequence[TrainStepRow]
+    path: Path,
+    environment: dict[str, str | float],
+    rows: Sequence[AllReduceRow] | Sequence[TrainStepRow] | Sequence[PipelineRow],
 ) -> None:
     """Write ``{"environment": {...}, "rows": [...]}``."""
     path.write_text(json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

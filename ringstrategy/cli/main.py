@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ringstrategy import __version__
-from ringstrategy.cli import bench, recipes, run
+from ringstrategy.cli import bench, plan, recipes, run
 
 __all__ = ["main"]
 
@@ -22,11 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 2 for a command line that cannot be understood.
     """
     parser = argparse.ArgumentParser(
-        prog="ringstrategy", description="Ring all-reduce training for PyTorch Lightning: recipes and benchmarks."
+        prog="ringstrategy",
+        description="Data-parallel and pipeline training for PyTorch Lightning: recipes, plans and benchmarks.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for subcommand in (run, recipes, bench):
+    for subcommand in (run, recipes, plan, bench):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     status: int = args.func(args)

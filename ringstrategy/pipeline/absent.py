@@ -27,6 +27,14 @@ class AbsentParameter(nn.Parameter):
 
     absence: str = "A parameter is held by other stages"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        copy = memo[id(self)] = _absent(self.data.clone(), self.requires_grad, self.absence)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # torch would make it a plain parameter on the meta device.
+        return _absent, (self.data, self.requires_grad, self.absence)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,6 +56,12 @@ class AbsentParameter(nn.Parameter):
             f"{absent.absence}, and {getattr(func, '__name__', func)}() needs its values. Layers of other stages run "
             "where the pipelined module is called as a whole; do not call them, or use their parameters, by themselves."
         )
+
+
+def _absent(value: Tensor, requires_grad: bool, absence: str) -> AbsentParameter:
+    parameter = AbsentParameter(value, requires_grad)
+    parameter.absence = absence
+    return parameter
 
 
 def check_exchangeable(parameter: nn.Parameter, name: str) -> None:

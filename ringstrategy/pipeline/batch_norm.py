@@ -142,34 +142,36 @@ def _tracking(layers: Iterable[_NormBase]) -> Iterator[_NormBase]:
 @contextlib.contextmanager
 def _with_scratch(layer: _NormBase, record: Callable[[_Seen], None] | None = None) -> Iterator[None]:
     """Lend a layer buffers that keep nothing but the last input's statistics, and tell what they were."""
-    mean, var, tracked, momentum = layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum
+    # The dictionary itself: assignment to a buffer's name takes forty times as long, and there are many layers.
+    buffers, momentum = layer._buffers, layer.momentum
+    own = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+    mean, var, tracked = own.values()
     assert mean is not None
     assert var is not None
 
     def lend() -> None:
         # Zeros, because momentum 1 multiplies what was there by 0.
-        layer.running_mean, layer.running_var = torch.zeros_like(mean), torch.zeros_like(var)
+        buffers.update(running_mean=torch.zeros_like(mean), running_var=torch.zeros_like(var))
 
     def called(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        seen_mean, seen_var = layer.running_mean, layer.running_var
-        assert seen_mean is not None
-        assert seen_var is not None
-        assert record is not None
         # A fill rather than a copy from the host, for which a GPU would stop.
         weight = torch.full((1,), _samples(layer, output), dtype=_wide(mean), device=mean.device)
-        record(_Seen(weight, seen_mean, seen_var))
-        lend()  # autograd has saved the buffers of this call
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        assert record is not None
+        record(_Seen(weight, layer.running_mean, layer.running_var))
+        lend()  # the next call's
 
     hook = None
     try:
         lend()
-        layer.num_batches_tracked = None if tracked is None else torch.zeros_like(tracked)
+        buffers.update(num_batches_tracked=None if tracked is None else torch.zeros_like(tracked))
         layer.momentum = 1.0
         if record is not None:
             hook = layer.register_forward_hook(called, prepend=True)
         yield
     finally:
-        layer.running_mean, layer.running_var, layer.num_batches_tracked = mean, var, tracked
+        buffers.update(own)
         layer.momentum = momentum
         if hook is not None:
             hook.remove()

@@ -8,7 +8,6 @@ be whole again when training ends.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ringstrategy.pipeline.channels import Channel
 from ringstrategy.pipeline.placement import Placement
+from ringstrategy.pipeline.stand_in import StandIn
 from ringstrategy.pipeline.state import gather_state_dict, make_whole
 
 __all__ = ["CopyOfModule", "copies_in"]
@@ -59,7 +59,7 @@ class CopyOfModule:
         self._reachable = reachable
         self._placement = Placement(copy, owners, stage)
         self._placement.leave()
-        self._instead = [_Instead(copy, "state_dict", self._state_dict), _Instead(copy, "_apply", self._apply)]
+        self._methods = StandIn(copy, "state_dict", self._state_dict), StandIn(copy, "_apply", self._apply)
 
     def make_whole(self, to: int | None) -> None:
         """Give absent parameters and buffers their values. Collective.
@@ -71,42 +71,23 @@ class CopyOfModule:
 
     def release(self) -> None:
         """Leave the copy to itself."""
-        for instead in self._instead:
-            instead.remove()
+        for method in self._methods:
+            method.remove()
 
-    def _state_dict(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Its ordinary state dict on the first stage, also where it is part of another's. Collective."""
+        own = self._methods[0].own
         if not self._reachable():
             return own(*args, **kwargs)
-        destination, prefix = kwargs.get("destination"), kwargs.get("prefix", "")
-        state = gather_state_dict(self._placement, self._channels, read=own)
+        destination, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
+        state: Any = gather_state_dict(self._placement, self._channels, read=functools.partial(own, *args, **kwargs))
         if destination is None:
             return state
         destination.update({prefix + name: value for name, value in state.items()})
+        versions = {(prefix + name).rstrip("."): version for name, version in state._metadata.items()}
+        destination._metadata.update(versions)
         return destination
 
-    def _apply(self, own: Callable[..., Any], function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What ``.to(device)`` does; absent tensors stay absent."""
-        return own(lambda tensor: tensor if tensor.is_meta else function(tensor), recurse)
-
-
-class _Instead:
-    """Stands in for a method of a module instance. Copies of the instance get their class's own."""
-
-    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
-        self._module, self._name = module, name
-        self._call = functools.partial(call, types.MethodType(getattr(type(module), name), module))
-        vars(module)[name] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def remove(self) -> None:
-        vars(self._module).pop(self._name, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo[id(self._module)]
-        return types.MethodType(getattr(type(copy), self._name), copy)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (super, self._name)
+        return self._methods[1].own(lambda tensor: tensor if tensor.is_meta else function(tensor), recurse)

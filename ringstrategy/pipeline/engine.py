@@ -53,6 +53,7 @@ class Engine:
     Attributes:
         record: called with each action of this stage and when it began and ended computing (``time.perf_counter``
             seconds); None while nobody asks.
+        waited_seconds: time in which this stage had nothing to do but wait for another one.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         self.stage = stage
         self.stages = len(channels) + 1
         self.record: Callable[[Action, float, float], None] | None = None
+        self.waited_seconds = 0.0
         self.channels = channels
         self._before = channels.get(stage - 1)
         self._after = channels.get(stage + 1)
@@ -73,6 +75,11 @@ class Engine:
     def last(self) -> bool:
         """Whether this stage computes the module's output."""
         return self._after is None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of the tensors that this stage has sent to others."""
+        return sum(channel.bytes_sent for channel in self.channels.values())
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -189,8 +196,11 @@ class Engine:
             channel.close()
 
     def _receive(self, channel: Channel, stage: int, tag: str) -> list[Any]:
+        begun = time.perf_counter()
         with self._waiting(f"stage {stage} ({tag})"):
-            return _restore(channel.receive(tag))
+            values = channel.receive(tag)
+        self.waited_seconds += time.perf_counter() - begun
+        return _restore(values)
 
     def _note(self, action: Action, begun: float) -> None:
         if self.record is not None:

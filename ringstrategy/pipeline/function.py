@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ringstrategy.pipeline.engine import Place
+from ringstrategy.pipeline.stand_in import StandIn
 
 __all__ = ["PipelinedCall", "PipelinedForward", "put_together"]
 
@@ -71,7 +71,7 @@ class _Pipelined(torch.autograd.Function):
         return (None, None, *ctx.call.backward(gradients, keep))
 
 
-class PipelinedForward:
+class PipelinedForward(StandIn):
     """Stands in for the ``forward`` of a module instance. Copies of the module get their class's own.
 
     Args:
@@ -80,25 +80,4 @@ class PipelinedForward:
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._module = module
-        self._call = call
-        self._before = vars(module).get("forward")
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call of the module runs."""
-        return self._call(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Put back what was there before."""
-        if self._before is None:
-            vars(self._module).pop("forward", None)
-        else:
-            self._module.forward = self._before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo[id(self._module)]
-        return types.MethodType(type(copy).forward, copy)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (type(self._module).forward, self._module)
+        super().__init__(module, "forward", call)

@@ -208,7 +208,7 @@ class _Running:
         gradients: list[Tensor | None] = [None] * len(outputs)
         wanted = [place for place, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         leaves = [*(outputs[place] for place in wanted), *self._outside]
-        if loss is None or not loss.requires_grad or not leaves:
+        if loss is None or not loss.requires_grad or not leaves or not self.weights.loss[number]:
             return gradients
         # The step's inputs may come from the same graph, through which the pipeline's own gradients go later.
         keep = any(tensor.requires_grad for tensor in self._inputs[number])
@@ -268,8 +268,7 @@ class _Running:
                 f"{type(self.owner._module).__name__}.training_step returned a loss for some micro-batches of a batch "
                 "and None for others. Return one for all or none, or use schedule='gpipe'."
             )
-        parts = [loss.detach() for loss in losses if loss is not None]
-        loss = torch.stack([part * weight for part, weight in zip(parts, self.weights.loss, strict=True)]).sum(0)
+        loss = self.weights.whole_loss({n: loss.detach() for n, loss in enumerate(losses) if loss is not None})
         if isinstance(self.results[0], Tensor):
             return loss
         extras = [{key: value for key, value in result.items() if key != "loss"} for result in self.results]

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringstrategy.pipeline.batch_norm import DeferredStatistics, untracked_statistics
 from ringstrategy.pipeline.calls import Call, flatten_call
-from ringstrategy.pipeline.engine import Engine, Run
+from ringstrategy.pipeline.engine import Engine, Place, Run
 from ringstrategy.pipeline.function import PipelinedCall, put_together
 from ringstrategy.pipeline.generator import own_generators, seed_of
 from ringstrategy.pipeline.micro_batches import micro_batch_sizes, rows_of, split
@@ -42,11 +43,13 @@ class Prepared:
         run: what the engine runs.
         call: how the module is called, but for the tensors.
         statistics: of normalisation layers; they move when all forwards are done.
+        structure: of the output, once it is known.
     """
 
     run: Run
     call: Call
     statistics: DeferredStatistics
+    structure: Any = None
 
 
 class Pipeline:
@@ -108,13 +111,16 @@ class Pipeline:
         run = prepared.run
         outputs = [self.engine.forward(run, number) for number in range(len(run.sizes))]
         prepared.statistics.commit()
-        return self.engine.share_output(run, outputs)
+        prepared.structure, tensors = self.engine.share_output(run, outputs)
+        return prepared.structure, tensors
 
     def _all_backwards(
         self, prepared: Prepared, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], keep: bool
     ) -> Sequence[Tensor | None]:
         run = prepared.run
-        pieces = [[None] * len(run.sizes) if gradient is None else split(gradient, run.sizes) for gradient in gradients]
+        leaves = pytree.tree_leaves(prepared.structure)
+        by_leaf = [gradients[leaf.number] if isinstance(leaf, Place) else None for leaf in leaves]
+        pieces = [[None] * len(run.sizes) if gradient is None else split(gradient, run.sizes) for gradient in by_leaf]
         count = len(run.sizes)
         for action in gpipe(self.engine.stages, count)[self.engine.stage][count:]:
             number = action.micro_batch

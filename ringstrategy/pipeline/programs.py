@@ -247,11 +247,11 @@ def _runner(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
     return functools.partial(_run_within, contexts, run) if contexts else run
 
 
-def _call_method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_method(name: str, value: Any, /, *args: Any, **kwargs: Any) -> Any:
     return getattr(value, name)(*args, **kwargs)
 
 
-def _run_within(contexts: Sequence[Callable[[], Any]], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_within(contexts: Sequence[Callable[[], Any]], run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for make in contexts:
             stack.enter_context(make())
@@ -266,7 +266,7 @@ def _tuple(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def _dict(keys: Sequence[Any], *values: Any) -> dict[Any, Any]:
+def _dict(keys: Sequence[Any], /, *values: Any) -> dict[Any, Any]:
     return dict(zip(keys, values, strict=True))
 
 

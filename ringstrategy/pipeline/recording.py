@@ -40,7 +40,7 @@ class _Apply:
         self._function = function
         self.__name__ = function.__name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._function.apply(*args, **kwargs)
 
 

@@ -38,6 +38,11 @@ class Weights:
             return next(iter(values.values()))
         return sum(value * (self.samples[number] / total) for number, value in values.items())
 
+    def whole_loss(self, losses: dict[int, Tensor]) -> Tensor:
+        """The loss of the batch from those of micro-batches; one that counts for nothing may be a mean of nothing."""
+        counted = [loss * self.loss[number] for number, loss in losses.items() if self.loss[number]]
+        return torch.stack(counted).sum(0) if counted else torch.zeros_like(next(iter(losses.values())))
+
     def merge(self, extras: Sequence[dict[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
         """Put together what ``training_step`` returned beside the loss: rows in order, single values as means."""
         merged: dict[str, Any] = {}
@@ -130,7 +135,7 @@ class Journal:
             known = all(isinstance(value, (Tensor, float, int)) for value in batch_values.values())
             return MetricRef(first.name, weights.mean(batch_values) if known else None)
         if all(isinstance(value, Tensor) and value.data_ptr() in self._losses for value in values.values()):
-            return sum(value * weights.loss[number] for number, value in values.items())
+            return weights.whole_loss(values)
         for names, combine in _REDUCTIONS:
             if reduce_fx in names:
                 return combine(torch.stack([torch.as_tensor(value) for value in values.values()]), dim=0)

@@ -1,4 +1,4 @@
-"""What running a module's Python code changes besides its result: attributes, and the states of random generators."""
+"""What running a module's Python code changes besides its result: attributes, states of generators, the grad mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["SideEffects"]
 
@@ -29,6 +29,7 @@ class SideEffects:
     def __init__(self, module: nn.Module) -> None:
         self._attributes = [(child, dict(vars(child)), _contents(child)) for child in module.modules()]
         self._random = _random_states()
+        self._grad_enabled = torch.is_grad_enabled()
 
     def undo(self) -> str:
         """Put everything back.
@@ -40,8 +41,11 @@ class SideEffects:
         if names := sorted(name for child, *before in self._attributes for name in _restore(child, *before)):
             phrases.append(f"sets {', '.join(names)}")
         if not _equal(self._random, _random_states()):
-            _set_random_states(self._random)
+            _set_random_states(*self._random)
             phrases.append("draws random numbers")
+        if torch.is_grad_enabled() != self._grad_enabled:
+            torch.set_grad_enabled(self._grad_enabled)
+            phrases.append("switches gradients on or off")
         return " and ".join(phrases)
 
 
@@ -85,13 +89,13 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _set_random_states(states: tuple[Any, ...]) -> None:
+def _set_random_states(python: Any, numpy: Any, cpu: Tensor, cuda: list[Tensor]) -> None:
     """Put the global generators into given states."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    if states[3]:
-        torch.cuda.set_rng_state_all(states[3])
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 def _equal(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:

@@ -17,29 +17,38 @@ Every function here that takes channels is collective over the stages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringstrategy.pipeline.channels import Channel
 from ringstrategy.pipeline.placement import Part, Placement
+from ringstrategy.process_group import RankGroup
 
 __all__ = [
+    "find_absent",
     "gather_optimizer_state",
     "gather_state_dict",
     "keep_own_optimizer_state",
     "make_optimizer_whole",
     "make_whole",
+    "take_from_first",
 ]
 
 _CPU = torch.device("cpu")
 
 
 def gather_state_dict(
-    placement: Placement, channels: Mapping[int, Channel], *, to: int | None = 0, device: torch.device = _CPU
+    placement: Placement,
+    channels: Mapping[int, Channel],
+    *,
+    to: int | None = 0,
+    device: torch.device = _CPU,
+    read: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The state dict of the whole module. Collective.
 
@@ -51,6 +60,7 @@ def gather_state_dict(
         channels: to the other stages.
         to: the stage that gets everything; None for all stages.
         device: where received tensors go; this stage's own are shared with the module, as ever.
+        read: the module's ``state_dict``, where that of the instance calls this function.
 
     Returns:
         On stage ``to`` the ordinary state dict of the whole module: keys, order and values. Elsewhere the module's
@@ -59,7 +69,7 @@ def gather_state_dict(
     values = list(_receive_parts(placement, channels, to, device))
     extra = list(_receive_extra_states(placement, channels, to))
     with _lent(values):
-        state: dict[str, Any] = placement.module.state_dict()
+        state: dict[str, Any] = placement.module.state_dict() if read is None else read()
     for prefix, _, value in extra:
         key = f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE
         if key in state:
@@ -86,6 +96,32 @@ def make_whole(
     for _, module, value in _receive_extra_states(placement, channels, to):
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(value)
+
+
+@torch.inference_mode(mode=False)
+def take_from_first(module: nn.Module, group: RankGroup) -> None:
+    """Give rank 0's values to what has none elsewhere, after only rank 0's module was made whole. Collective.
+
+    Args:
+        module: the whole module, or a copy of it.
+        group: all ranks.
+
+    Raises:
+        RuntimeError: rank 0 has no values either.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    without_values = group.exchange([name for name, tensor in named if tensor.is_meta])
+    if without_values[0]:
+        raise RuntimeError(
+            f"'{without_values[0][0]}' is on the meta device, also on rank 0: there is nothing to train. Give it "
+            "values first, e.g. load a checkpoint."
+        )
+    owners = {name: frozenset({0}) for names in without_values for name in names}
+    parts = Placement(module, owners, group.rank).parts
+    for part in parts:
+        if part.tensor is not None and part.tensor.is_meta:
+            part.fill(torch.empty_like(part.tensor, device=_CPU))
+    group.broadcast_tensors(part.tensor for part in parts if part.tensor is not None)
 
 
 def gather_optimizer_state(
@@ -159,6 +195,14 @@ def keep_own_optimizer_state(state_dict: dict[str, Any], optimizer: Optimizer, p
         if placement.is_absent(parameter)
     }
     return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key not in absent}}
+
+
+def find_absent(checkpoint: Mapping[str, Any]) -> str | None:
+    """Where in a checkpoint there is a tensor without values, if there is one."""
+    for path, value in pytree.tree_flatten_with_path(dict(checkpoint))[0]:
+        if isinstance(value, Tensor) and value.is_meta:
+            return f"checkpoint{pytree.keystr(path)}"
+    return None
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, Node, Target
 from torch.fx.proxy import Proxy, TraceError
+from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 from ringstrategy.pipeline.calls import Call
@@ -28,11 +29,13 @@ __all__ = ["CONTEXTS", "LeafTracer", "UntraceableError", "is_hooked"]
 CONTEXTS = "contexts"
 # Modules of these packages are not looked into, containers aside.
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch.jit.", "torch._dynamo.")
-# They take sizes, devices and dtypes, and do not look for traced values among them.
-_FACTORIES: tuple[Callable[..., Any], ...] = (
+# Functions that do not look for traced values among their arguments, and are recorded if there is one.
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint),
     *(torch.randn, torch.randperm, torch.tensor, torch.zeros),
+    *(rnn.pack_padded_sequence, rnn.pack_sequence, rnn.pad_packed_sequence, rnn.pad_sequence),
 )
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 _ADVICE = (
     "Move that part into a submodule of its own, which then stays whole on one stage; or pipeline another module, "
     'e.g. module="net".'
@@ -71,8 +74,8 @@ class LeafTracer(fx.Tracer):
     """
 
     def __init__(self, module: nn.Module, call: Call) -> None:
-        super().__init__(autowrap_functions=_FACTORIES)
-        self._autowrap_search.append(torch)
+        super().__init__(autowrap_functions=_FUNCTIONS)
+        self._autowrap_search += [torch, rnn]
         self.proxy_buffer_attributes = True
         self.constants: dict[str, Tensor] = {}
         self._module = module
@@ -86,6 +89,7 @@ class LeafTracer(fx.Tracer):
         self._names |= {id(buffer): name for name, buffer in module.named_buffers()}
         self._names |= {id(parameter): name for name, parameter in module.named_parameters()}
         self._contexts: list[Callable[[], Any]] = []
+        self._grad_enabled = True
 
     def run(self) -> fx.Graph:
         """Trace.
@@ -104,6 +108,7 @@ class LeafTracer(fx.Tracer):
                 record_contexts(self._contexts),
                 record_assignments(self._names),
             ):
+                self._grad_enabled = torch.is_grad_enabled()
                 graph = self.trace(self._module)
         except Exception as error:
             raise UntraceableError(f"{_place(error, self._module)}: {_first_line(error)}. {_ADVICE}") from error
@@ -130,7 +135,7 @@ class LeafTracer(fx.Tracer):
         """Whether to call ``m`` without looking into it."""
         if is_hooked(m) or m._compiled_call_impl is not None:
             return True
-        if isinstance(m, nn.Sequential) or type(m).forward in FORWARDS:
+        if isinstance(m, nn.Sequential) or _forward_of(m) in FORWARDS:
             return False
         return type(m).__module__.startswith(_LIBRARIES) or next(m.children(), None) is None
 
@@ -142,7 +147,7 @@ class LeafTracer(fx.Tracer):
         if target is None:  # made on the fly, e.g. `nn.Softmax(dim=1)(x)`
             return forward(*args, **kwargs)
         if not self.is_leaf_module(m, target):
-            if (own := FORWARDS.get(type(m).forward)) is not None:
+            if (own := FORWARDS.get(_forward_of(m))) is not None:
                 forward = functools.partial(own, m)
             nodes = len(self.graph.nodes)
             effects = SideEffects(m)
@@ -172,6 +177,10 @@ class LeafTracer(fx.Tracer):
             if a not in self._names:
                 raise TraceError(f"{kind.__name__} is not a submodule")
             return self.create_node("get_attr", self._names[a], (), {})
+        if kind is torch.device and a.type == "meta" and self._call.tensors:
+            # Found out by asking a parameter that another stage holds. The tensors of the call are where it would be.
+            first = next(iter(self.graph.nodes))
+            return self.create_node("call_function", getattr, (first, "device"), {})
         if kind in pytree.SUPPORTED_NODES and not issubclass(kind, (tuple, list)) and kind is not dict:
             leaves, spec = pytree.tree_flatten(a, is_leaf=lambda value: value is not a)
             return self.create_node("call_function", Rebuild(spec), tuple(map(self.create_arg, leaves)), {})
@@ -187,6 +196,10 @@ class LeafTracer(fx.Tracer):
         type_expr: Any | None = None,
     ) -> Node:
         """Remember the contexts that are open."""
+        if kind.startswith("call") and kind != "call_module" and target in _GRADIENTS:
+            raise TraceError("gradients are computed within the forward")
+        if not self._contexts and torch.is_grad_enabled() != self._grad_enabled:
+            raise TraceError("gradients are switched on or off by a statement; use `with torch.no_grad():`")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if self._contexts:
             node.meta[CONTEXTS] = tuple(self._contexts)
@@ -219,6 +232,11 @@ class LeafTracer(fx.Tracer):
             self.constants[name] = tensor
             self._names[id(tensor)] = name
         return self.create_node("get_attr", name, (), {})
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward of a module's class, if that can be had; scripted modules have none."""
+    return getattr(type(module), "forward", None)
 
 
 def _place(error: Exception, module: nn.Module) -> str:

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, fx, nn
 
 from ringstrategy.pipeline.calls import Call
 from ringstrategy.pipeline.tracer import LeafTracer, is_hooked
 
 __all__ = ["Anchor", "Layer", "Trace", "Traces", "common_layers", "find_module", "split_layers", "trace"]
+
+# So many traces are no longer a few modes and shapes of calls.
+_MANY_TRACES = 16
 
 # Target of a called submodule, and its how manieth call it is: the same place in every trace of a module.
 Anchor = tuple[str, int]
@@ -83,6 +87,9 @@ def find_module(lightning_module: pl.LightningModule, attribute: str | None = No
     }
     name = type(lightning_module).__name__
     candidates = f"submodules with parameters: {', '.join(children) or 'none'}"
+    for child_name, child in lightning_module.named_children():
+        if hasattr(child, "_orig_mod") and attribute in (None, child_name):
+            raise ValueError(f"{name}.{child_name} is compiled, and cannot be cut into stages: leave out torch.compile")
     if attribute is not None:
         try:
             found = lightning_module.get_submodule(attribute)
@@ -158,6 +165,11 @@ class Traces:
         key = (call, self._state())
         if key not in self._traces:
             self._traces[key] = trace(self._module, call)
+            if len(self._traces) == _MANY_TRACES:
+                rank_zero_warn(
+                    f"{type(self._module).__name__} has been traced {_MANY_TRACES} times, once for each set of "
+                    "arguments that are no tensors. If one of them is another number at each step, make it a tensor."
+                )
         return self._traces[key]
 
     def _state(self) -> tuple[int, ...]:
@@ -275,7 +287,7 @@ def find_attribute(module: nn.Module, target: str) -> Any:
 
 def _can_be_called(module: nn.Module) -> bool:
     """Whether a module has a ``forward``; a ModuleList has none."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) not in (None, nn.Module.forward)
 
 
 def _union(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:

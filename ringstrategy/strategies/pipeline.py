@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
@@ -18,10 +19,12 @@ from typing_extensions import override
 
 from ringstrategy import _lightning
 from ringstrategy.buffers import BufferSync
+from ringstrategy.communication import Communication
 from ringstrategy.pipeline.balance import check_balance
 from ringstrategy.pipeline.batches import same_batch
 from ringstrategy.pipeline.clipping import clip_grad_norm_
 from ringstrategy.pipeline.connect import connect
+from ringstrategy.pipeline.copies import CopyOfModule, copies_in
 from ringstrategy.pipeline.engine import Engine
 from ringstrategy.pipeline.example import find_example
 from ringstrategy.pipeline.function import PipelinedForward
@@ -33,11 +36,13 @@ from ringstrategy.pipeline.placement import Placement
 from ringstrategy.pipeline.plan import Balance, Cut, PipelinePlan, choose_cut
 from ringstrategy.pipeline.stage import CheckpointMode
 from ringstrategy.pipeline.state import (
+    find_absent,
     gather_optimizer_state,
     gather_state_dict,
     keep_own_optimizer_state,
     make_optimizer_whole,
     make_whole,
+    take_from_first,
 )
 from ringstrategy.pipeline.table import as_text, stage_rows, stage_table
 from ringstrategy.pipeline.tracing import find_module
@@ -47,6 +52,7 @@ from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 __all__ = ["PipelineStrategy"]
 
 T = TypeVar("T")
+_Path = str | Path
 
 
 class PipelineStrategy(RingDDPStrategy):
@@ -125,6 +131,7 @@ class PipelineStrategy(RingDDPStrategy):
         self._stages: RankGroup | None = None  # of this rank's pipeline
         self._plan: PipelinePlan | None = None
         self._placement: Placement | None = None
+        self._copies: list[CopyOfModule] = []  # that callbacks keep
         self._engine: Engine | None = None
         self._forward: PipelinedForward | None = None
         self._micro_steps: MicroSteps | None = None
@@ -157,6 +164,28 @@ class PipelineStrategy(RingDDPStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica}
+
+    @property
+    @override
+    def communication(self) -> Communication:
+        """What averaging over the replicas has cost so far, and the other stages.
+
+        ``bytes_sent`` counts what this stage has sent to others too, ``exposed_seconds`` the time in which it waited
+        for them: the bubble.
+        """
+        return self._and_stages(super().communication)
+
+    @communication.setter
+    def communication(self, past: Communication) -> None:
+        self._past = past
+
+    def _and_stages(self, averaging: Communication) -> Communication:
+        if self._engine is None:
+            return averaging
+        return averaging._replace(
+            bytes_sent=averaging.bytes_sent + self._engine.bytes_sent,
+            exposed_seconds=averaging.exposed_seconds + self._engine.waited_seconds,
+        )
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -194,9 +223,13 @@ class PipelineStrategy(RingDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
+        copies = copies_in(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+        assert self._group is not None
+        for module in (self.model, *copies):
+            take_from_first(module, self._group)
         self.precision_plugin.convert_module(self.model)
         self._start_alike()
-        self._cut(trainer)
+        self._cut(trainer, copies)
         self.model_to_device()
         self._bind_to_replicas()
         if fitting:
@@ -211,7 +244,7 @@ class PipelineStrategy(RingDDPStrategy):
         assert self._engine is not None
         same_generators(self._engine.channels, self.stage)
 
-    def _cut(self, trainer: pl.Trainer) -> None:
+    def _cut(self, trainer: pl.Trainer, copies: list[nn.Module]) -> None:
         """Decide on rank 0 where to cut, and let go of the layers of other stages. Collective."""
         module = self.lightning_module
         assert module is not None
@@ -237,6 +270,10 @@ class PipelineStrategy(RingDDPStrategy):
         rank_zero_info(as_text(stage_table(rows, f"Stages of '{name}'" if name else "Stages")))
         self._placement = Placement(module, self._plan.owners, self.stage)
         self._placement.leave()
+        self._copies = [
+            CopyOfModule(copy, self._plan.owners, self.stage, self._engine.channels, lambda: not self._past_failure())
+            for copy in copies
+        ]
         pipeline = Pipeline(
             self._plan,
             self._engine,
@@ -399,6 +436,22 @@ class PipelineStrategy(RingDDPStrategy):
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
 
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
+        absent = find_absent(checkpoint) if self.is_global_zero else None
+        if absent is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._past_failure():
+            rank_zero_warn(
+                f"No checkpoint was written to {filepath}: after a failure the layers of other stages are out of reach."
+            )
+        else:
+            raise RuntimeError(
+                f"{absent} belongs to another stage and has no values here, so that {filepath} would be incomplete. "
+                "Copies of the module that callbacks make in `setup` and keep as attributes are put together for a "
+                "checkpoint; later copies, copies of parts and what `state_dict()` returns in training are not."
+            )
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _make_whole(self) -> None:
@@ -408,6 +461,8 @@ class PipelineStrategy(RingDDPStrategy):
             return
         to = 0 if self._whole_after_fit == "rank_zero" else None
         make_whole(self._placement, self._engine.channels, to=to)
+        for copy in self._copies:
+            copy.make_whole(to)
         for optimizer in self.optimizers:
             make_optimizer_whole(_lightning.bare(optimizer), self._placement, self._engine.channels, to=to)
 
@@ -424,6 +479,10 @@ class PipelineStrategy(RingDDPStrategy):
             self._forward.remove()
         if self._monitor is not None and not self._monitor.failed and self._engine is not None:
             self._make_whole()
+        for copy in self._copies:
+            copy.release()
+        self._copies.clear()
+        self._past = self._and_stages(self._past)
         if self._engine is not None:
             self._engine.close()
         subgroups = [group for group in (self._stages, self._replicas) if group is not None]

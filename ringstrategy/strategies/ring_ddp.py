@@ -163,6 +163,7 @@ class RingDDPStrategy(DDPStrategy):
             bytes_sent=self._past.bytes_sent + self._collective.bytes_sent,
             seconds=self._past.seconds + self._collective.busy_seconds,
             exposed_seconds=self._past.exposed_seconds + self._reducer.exposed_seconds,
+            copy_seconds=self._past.copy_seconds + self._reducer.copy_seconds,
         )
 
     @communication.setter

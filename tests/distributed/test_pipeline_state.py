@@ -75,6 +75,7 @@ class _Model(nn.Module):
 
 def _rename(module: nn.Module, state: OrderedDict[str, Tensor], prefix: str, metadata: dict[str, Any]) -> None:
     # Computed: a hook that saw meta tensors would save no values.
+    assert isinstance(module.weight, nn.Parameter)
     state[f"{prefix}deviation"] = state.pop(f"{prefix}running_var").sqrt()
 
 

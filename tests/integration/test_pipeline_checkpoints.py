@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.models import state_of
 from tests.helpers.pipelines import Batch, Classification, Pipelined, batches, layered, run_alone, run_stages
-from tests.helpers.ranks import RanksFailedError
 
 _TOLERANCE = 1e-9
 
@@ -50,6 +47,7 @@ _KINDS = {
     "1f1b, 2 stages": _Kind(2, pipeline={"chunks": 3, "schedule": "1f1b"}),
     "2 stages x 2 replicas": _Kind(4, replicas=2, pipeline={"num_stages": 2, "chunks": 2}),
 }
+_QUICK = ["one process", "gpipe, 2 stages", "1f1b, 2 stages"]
 _PIPELINES = [name for name, kind in _KINDS.items() if kind.pipeline]
 
 
@@ -100,9 +98,7 @@ def _train(
     trainer.fit(module, DataLoader(rows, batch_size=None), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    return _Trained(
-        state_of(module), trainer.optimizers[0].state_dict(), module.records["lr"], trainer.global_step
-    )
+    return _Trained(state_of(module), trainer.optimizers[0].state_dict(), module.records["lr"], trainer.global_step)
 
 
 def _train_each(place: Pipelined, kind: _Kind, resume: list[Path]) -> list[_Trained]:
@@ -136,7 +132,9 @@ def unbroken() -> _Trained:
     return trained
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _KINDS]
+)
 def test_a_run_goes_on_from_the_checkpoint_of_any_other(kind: str, saved: Path, unbroken: _Trained) -> None:
     """Symptom: a checkpoint asks for the number of stages that wrote it, or moments land at other parameters."""
     assert unbroken.global_step == 12
@@ -166,6 +164,9 @@ def test_the_checkpoint_is_that_of_one_process(kind: str, saved: Path) -> None:
     torch.testing.assert_close(our["state"], their["state"], rtol=0, atol=_TOLERANCE)
     for key in ("epoch", "global_step", "loops", "lr_schedulers"):
         assert ours[key] == theirs[key], key
+    with zipfile.ZipFile(saved / _file(kind)) as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    assert b"ringstrategy" not in pickled, "it must load where this package is not installed"
 
 
 _WITHOUT_THE_PACKAGE = """
@@ -185,6 +186,7 @@ torch.save(module.net(torch.ones(2, 8).double()), {output!r})
 """
 
 
+@pytest.mark.slow
 def test_it_loads_where_the_package_is_not_installed(saved: Path, tmp_path: Path) -> None:
     """Symptom: classes of the package in the pickle."""
     path, output = saved / _file("gpipe, 3 stages"), tmp_path / "output.pt"
@@ -194,100 +196,6 @@ def test_it_loads_where_the_package_is_not_installed(saved: Path, tmp_path: Path
     state = torch.load(path, weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in state.items()})
     torch.testing.assert_close(torch.load(output), net(torch.ones(2, 8).double()), rtol=0, atol=1e-15)
-
-
-class _SavesInTheMiddle(Callback):
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 4:
-            trainer.save_checkpoint(self._path)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What a rank knows of its checkpoints, and, on rank 0, all files."""
-
-    best: dict[str, Tensor]
-    paths: list[str]
-    files: dict[str, Any]
-    tested: Any
-    predicted: list[Tensor]
-
-
-def _keep(place: Pipelined, folder: Path, in_background: bool) -> _Kept:
-    folder = folder / str(place.world_size)
-    best = ModelCheckpoint(
-        folder / "best", monitor="val_loss", mode="max", save_top_k=2, save_last="link", filename="{epoch}-{step}"
-    )
-    regular = ModelCheckpoint(folder / "regular", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    trainer = place.trainer(
-        max_epochs=4,
-        callbacks=[best, regular, _SavesInTheMiddle(folder / "middle.ckpt")],
-        plugins=[AsyncCheckpointIO()] if in_background else [],
-        enable_checkpointing=True,
-    )
-    module = _Scheduled()
-    trainer.fit(module, batches(12, 12, 12), batches(12, 5))
-    tested = trainer.test(module, batches(12, 5), ckpt_path="best", verbose=False)
-    predicted: Any = trainer.predict(module, batches(12, 5), ckpt_path=best.last_model_path)
-    files = sorted(folder.rglob("*.ckpt")) if place.rank == 0 else []
-    return _Kept(
-        best={Path(path).name: score for path, score in best.best_k_models.items()},
-        paths=[str(Path(path).relative_to(folder)) for path in (best.best_model_path, best.last_model_path)],
-        files={str(path.relative_to(folder)): torch.load(path, weights_only=True) for path in files},
-        tested=tested,
-        predicted=predicted,
-    )
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_checkpoints_of_callbacks(schedule: str, in_background: bool, tmp_path: Path) -> None:
-    """Symptom: a save in the middle of training holds one stage, or another step's weights; other files are kept."""
-    ranks = run_stages(_keep, 2, tmp_path, in_background, chunks=3, schedule=schedule)
-    alone = run_alone(_keep, tmp_path, in_background)
-    assert len(alone.files) == 2 + 1 + 6 + 1
-    assert alone.predicted[1].shape == (5, 4)
-    for rank in ranks:
-        assert rank.paths == alone.paths
-        for ours, theirs in ((rank.best, alone.best), (rank.predicted, alone.predicted), (rank.tested, alone.tested)):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=_TOLERANCE)
-    assert list(ranks[0].files) == list(alone.files)
-    for name, checkpoint in alone.files.items():
-        ours = ranks[0].files[name]
-        for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
-            torch.testing.assert_close(ours[key], checkpoint[key], rtol=0, atol=_TOLERANCE, msg=f"{name}: {key}")
-
-
-class _Fails(Classification):
-    """Fails in the fourth step, on some ranks."""
-
-    def __init__(self, rank: int, failing: set[int]) -> None:
-        super().__init__()
-        self._fails = rank in failing
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        if batch_idx == 3 and self._fails:
-            raise ValueError("no luck")
-        return super().training_step(batch, batch_idx)
-
-
-def _fail_and_save(place: Pipelined, folder: Path, failing: set[int]) -> None:
-    trainer = place.trainer(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-    trainer.fit(_Fails(place.rank, failing), batches(*[12] * 6))
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=["stage 0", "stage 1", "both stages"])
-def test_no_half_a_checkpoint_after_a_failure(failing: set[int], tmp_path: Path) -> None:
-    """Symptom: the rank that failed waits for the others' weights; or a file without them looks like a checkpoint."""
-    with pytest.raises(RanksFailedError, match="ValueError: no luck") as raised:
-        run_stages(_fail_and_save, 2, tmp_path, failing, chunks=2)
-    outcomes = raised.value.outcomes
-    assert all(outcome.error_type in ("ValueError", "RankFailure") for outcome in outcomes)
-    assert "No checkpoint was written" in outcomes[0].output
-    assert list(tmp_path.iterdir()) == []
 
 
 class _TwoOptimizers(Classification):
@@ -310,7 +218,10 @@ class _TwoOptimizers(Classification):
             return torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True)
 
         layers = list(self.net.children())
-        return [momentum(layers[4].parameters(), 0.1), momentum([*layers[2].parameters(), *layers[0].parameters()], 0.2)]
+        return [
+            momentum(layers[4].parameters(), 0.1),
+            momentum([*layers[2].parameters(), *layers[0].parameters()], 0.2),
+        ]
 
 
 def _train_twice(place: Pipelined, path: Path) -> tuple[dict[str, Tensor], Any]:

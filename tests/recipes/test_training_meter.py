@@ -17,7 +17,10 @@ class _Run:
         monkeypatch.setattr("training_meter.time.perf_counter", lambda: self.now)
         self.communication = SimpleNamespace(exposed_seconds=0.0) if counts_communication else None
         strategy = SimpleNamespace(communication=self.communication)
-        self.trainer: Any = SimpleNamespace(strategy=strategy, world_size=3, is_last_batch=False)
+        # Six ranks: three pipelines of two stages.
+        self.trainer: Any = SimpleNamespace(
+            strategy=strategy, world_size=6, distributed_sampler_kwargs={"num_replicas": 3}, is_last_batch=False
+        )
         self.module: Any = SimpleNamespace(log=self._log, device=torch.device("cpu"))
         self.meter = TrainingMeter()
 

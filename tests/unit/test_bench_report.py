@@ -11,7 +11,7 @@ from rich.table import Table
 from ringstrategy.bench.all_reduce import AllReduceConfig, AllReduceRow
 from ringstrategy.bench.environment import describe
 from ringstrategy.bench.plot import plot_all_reduce, plot_train_step
-from ringstrategy.bench.report import all_reduce_table, format_time, train_step_table, write_json
+from ringstrategy.bench.report import all_reduce_table, train_step_table, write_json
 from ringstrategy.bench.train_step import TrainStepRow
 
 ALL_REDUCE_ROWS = [
@@ -26,22 +26,6 @@ TRAIN_STEP_ROWS = [
     TrainStepRow("ddp+keep", "mlp", 2, 0.055, 620.0, (0.055, 0.054, 0.056), None, None, None),
     TrainStepRow("none", "mlp", 2, 0.040, 580.0, (0.040, 0.039, 0.041), None, None, None),
 ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (38.24e-6, "38.2 µs"),
-        (1.234e-6, "1.23 µs"),
-        (999.4e-6, "999 µs"),
-        (999.6e-6, "1.00 ms"),
-        (9.996e-3, "10.0 ms"),
-        (0.0662, "66.2 ms"),
-        (2.0, "2.00 s"),
-    ],
-)
-def test_times_have_three_digits(seconds: float, text: str) -> None:
-    assert format_time(seconds) == text
 
 
 def test_the_all_reduce_table_shows_the_ratio_to_the_backend() -> None:

@@ -26,7 +26,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    assert re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE) == ["run", "recipes", "bench"]
+    assert re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE) == ["run", "recipes", "plan", "bench"]
 
 
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,15 @@ _LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "instance 1d": (nn.InstanceNorm1d, (3, 5)),
     "instance 2d": (nn.InstanceNorm2d, (3, 4, 5)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These tensors are too small for more, which would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _rows(rows: int, shape: Sequence[int], seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ringstrategy.pipeline.clipping import Combine, clip_grad_norm_
-from tests.helpers.stages import run_stages
+from tests.helpers.stage_threads import run_stage_threads
 
 _NORMS = [2.0, 1.0, 3.5, 0.5, 0.0, -1.0, math.inf, -math.inf]
 
@@ -45,7 +45,7 @@ def _clip(stages: Sequence[Sequence[nn.Parameter]], max_norm: float, p: float) -
     def work(stage: int, combine: Combine) -> Tensor:
         return clip_grad_norm_(iter(stages[stage]), max_norm, p, counts=lambda _: True, combine=combine)
 
-    return run_stages(len(stages), work)
+    return run_stage_threads(len(stages), work)
 
 
 def _assert_same_gradients(ours: Sequence[nn.Parameter], theirs: Sequence[nn.Parameter]) -> None:
@@ -91,7 +91,7 @@ def test_a_parameter_of_two_stages_counts_once_and_is_scaled_on_both() -> None:
         return clip_grad_norm_(own, 0.1, counts=lambda parameter: parameter is not copy, combine=combine)
 
     # The middle stage has nothing that counts, and scales in double precision all the same.
-    torch.testing.assert_close(run_stages(3, work), [expected] * 3, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(run_stage_threads(3, work), [expected] * 3, rtol=1e-14, atol=0.0)
     _assert_same_gradients([*first, tied, *last], whole)
     _assert_same_gradients([copy], [whole[1]])
 
@@ -107,7 +107,7 @@ def test_other_dtypes_keep_torchs_type_of_the_norm(dtype: torch.dtype, foreach: 
         return clip_grad_norm_(stages[stage], 1.0, counts=lambda _: True, combine=combine, foreach=foreach)
 
     # One rounding of the norm, and one of the product.
-    torch.testing.assert_close(run_stages(2, work), [expected] * 2)
+    torch.testing.assert_close(run_stage_threads(2, work), [expected] * 2)
     ours = [parameter.grad for stage in stages for parameter in stage]
     torch.testing.assert_close(ours, [parameter.grad for parameter in whole])
 
@@ -142,7 +142,7 @@ def test_every_stage_raises_if_asked_to_and_touches_nothing(value: float) -> Non
             clip_grad_norm_(stages[stage], 1.0, counts=lambda _: True, combine=combine, error_if_nonfinite=True)
         return str(caught.value)
 
-    assert len(set(run_stages(3, work))) == 1
+    assert len(set(run_stage_threads(3, work))) == 1
     for ours, theirs in zip([*stages[0], *stages[1]], before, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.0, atol=0.0, equal_nan=True)
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from ringstrategy.pipeline.clipping import Combine
 from ringstrategy.pipeline.loss_scaling import SharedOverflow
-from tests.helpers.stages import run_stages
+from tests.helpers.stage_threads import run_stage_threads
 
 _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1),
@@ -74,7 +74,7 @@ def test_stages_step_and_scale_as_the_whole(name: str, unscale: bool) -> None:
     build = _OPTIMIZERS[name]
     whole, expected_scales = _train(build, unscale, [0, 1, 2], combine=None)
     assert len(set(expected_scales)) > 2, "the scale must have gone up and down"
-    results = run_stages(3, lambda stage, combine: _train(build, unscale, [stage], combine))
+    results = run_stage_threads(3, lambda stage, combine: _train(build, unscale, [stage], combine))
     assert [scales for _, scales in results] == [expected_scales] * 3
     for step, expected in enumerate(whole):
         together = [parameter for seen, _ in results for parameter in seen[step]]
@@ -104,7 +104,7 @@ def test_several_optimizers_agree_each_for_itself() -> None:
         shared.close()
         return [parameter.item() for parameter in parameters], scaler.get_scale()
 
-    assert run_stages(2, work) == [([0.0, 1.0], 4.0)] * 2
+    assert run_stage_threads(2, work) == [([0.0, 1.0], 4.0)] * 2
 
 
 def test_close_leaves_the_scaler_as_it_was() -> None:

@@ -164,6 +164,23 @@ def test_transformers_of_torch_are_cut_between_their_layers(training: bool) -> N
     check_stages(module, _x(4, 8), _x(5, 8), None, causal > -1, stages=(2,))
 
 
+class Packs(nn.Module):
+    """Functions of torch that know nothing of traced values, and keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.last = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), lengths, batch_first=True)
+        h, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return torch.tanh(self.last(h).masked_fill(mask=h > 0, value=0.5))
+
+
+def test_packed_sequences() -> None:
+    check_stages(Packs(), _x(2, 3, 4), torch.tensor([3, 2]))
+
+
 def test_activations_that_are_computed_again() -> None:
     check_stages(Checkpoints(), _x(3, 4))
     *_, programs = check_stages(nn.Sequential(nn.Linear(4, 4), Reentrant()), _x(3, 4), stages=(2,))
