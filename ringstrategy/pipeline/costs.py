@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ringstrategy.pipeline.programs import StageProgram, cut
-from ringstrategy.pipeline.side_effects import SideEffects
+from ringstrategy.pipeline.side_effects import SideEffects, unchanged_buffers
+from ringstrategy.pipeline.stage import without_hooks
 from ringstrategy.pipeline.tracing import Layer, Trace
 
 __all__ = ["LayerCost", "balance_costs", "measure", "parameter_bytes"]
@@ -67,16 +68,17 @@ def measure(
     programs = cut(trace, [layer.anchor for layer in layers[1:]])
     module = trace.module
     effects = SideEffects(module)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     inputs = [tensor.detach().clone() for tensor in inputs]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with (
+            unchanged_buffers(module),
+            without_hooks(module.parameters()),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             saved, sent = _bytes(module, programs, inputs)
             runs = [_times(module, programs, inputs) for _ in range(1 + repeats)][1:]
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         effects.undo()
     return [
         LayerCost(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringstrategy.pipeline.calls import Call, flatten_call
 from ringstrategy.pipeline.function import PipelinedForward
-from ringstrategy.pipeline.side_effects import SideEffects
+from ringstrategy.pipeline.side_effects import SideEffects, unchanged_buffers
 
 __all__ = ["Example", "captured_call", "find_example", "first_batch"]
 
@@ -113,7 +113,8 @@ class _Captured(BaseException):
 def _try(where: str, module: pl.LightningModule, run: Callable[[], Example | None]) -> Example | None:
     effects = SideEffects(module)
     try:
-        example = run()
+        with unchanged_buffers(module):
+            example = run()
     except Exception as error:  # whatever the user's code raises: there is a way without
         log.info("No example input of the pipelined module from %s: %s: %s", where, type(error).__name__, error)
         return None

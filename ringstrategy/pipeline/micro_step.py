@@ -22,14 +22,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _NormBase
 
+from ringstrategy.pipeline.batch_norm import DeferredStatistics
 from ringstrategy.pipeline.calls import Call, flatten_call
 from ringstrategy.pipeline.example import captured_call
 from ringstrategy.pipeline.function import PipelinedForward
 from ringstrategy.pipeline.generator import seed_of, seeded_everywhere
 from ringstrategy.pipeline.micro_batches import split
 from ringstrategy.pipeline.pipeline import Pipeline, Prepared
-from ringstrategy.pipeline.replay import Journal, SharedMetrics, Weights
+from ringstrategy.pipeline.replay import Journal, SharedBuffers, SharedMetrics, Weights
 from ringstrategy.pipeline.schedules import one_f_one_b
 
 __all__ = ["MicroBatchWeight", "MicroSteps"]
@@ -56,6 +58,8 @@ class MicroSteps:
         self._weigh = weigh
         self._device = device
         self._steps = 0
+        inside = set(pipeline.plan.module.modules())
+        self._norms = [child for child in module.modules() if isinstance(child, _NormBase) and child not in inside]
 
     def run(self, step: Callable[[Any], Any], batch: Any, scale: float = 1.0) -> Any:
         """Train on a batch.
@@ -74,7 +78,7 @@ class MicroSteps:
         """
         leaves, spec = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        sizes = self._pipeline.sizes(tensors)
+        sizes = self._pipeline.sizes(tensors, self._norms)
         parts = [split(leaf, sizes) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
         micro_batches = [pytree.tree_unflatten([part[m] for part in parts], spec) for m in range(len(sizes))]
         weights = self._weights(micro_batches, sizes)
@@ -118,6 +122,8 @@ class _Running:
             if parameter.requires_grad and name not in plan.owners
         ]
         self._outside_gradients: list[Tensor | None] = [None] * len(self._outside)
+        norms = self.owner._norms if self._pipeline.deferred_batch_norm else ()
+        self._statistics = DeferredStatistics(norms, len(self.sizes))
         self._inputs: dict[int, list[Tensor]] = {}  # as the step made them, with their graph
         self._roots: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
 
@@ -125,6 +131,7 @@ class _Running:
         """Run this stage's part of the schedule."""
         engine = self._engine
         metrics = SharedMetrics(self.owner._module)
+        buffers = SharedBuffers(self.owner._module, self._pipeline.plan.owners)
         for action in one_f_one_b(engine.stages, len(self.sizes))[engine.stage]:
             if action.kind == "F":
                 self._forward(action.micro_batch)
@@ -133,10 +140,14 @@ class _Running:
         assert self.prepared is not None
         self.prepared.statistics.commit()
         gradients = self._gradients(self.prepared)
-        outcome = [self._outcome(), self.journal.entries(self.weights), metrics.changes()] if engine.last else []
-        result, entries, changes = engine.from_last(outcome, f"call {self.prepared.run.number}, result")
+        outcome: list[Any] = []
+        if engine.last:
+            self._statistics.commit()
+            outcome = [self._outcome(), self.journal.entries(self.weights), metrics.changes(), buffers.changes()]
+        result, entries, *changes = engine.from_last(outcome, f"call {self.prepared.run.number}, result")
         if not engine.last:
-            metrics.apply(changes)
+            metrics.apply(changes[0])
+            buffers.apply(changes[1])
         for entry in entries:
             self.owner._module.log(entry.name, metrics.find(entry.value), **entry.options)
         return self._with_gradients(result, gradients)
@@ -192,7 +203,8 @@ class _Running:
 
         forward = PipelinedForward(plan.module, receive)
         try:
-            result = self.step(micro_batch)
+            with self._statistics.micro_batch():
+                result = self.step(micro_batch)
         finally:
             forward.remove()
         if not calls:

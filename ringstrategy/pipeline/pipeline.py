@@ -80,7 +80,7 @@ class Pipeline:
         self.chunks = chunks
         self._device = device
         self._checkpoint = checkpoint
-        self._deferred = deferred_batch_norm
+        self.deferred_batch_norm = deferred_batch_norm
         self._calls = 0
         self._codes: dict[int, StageCode] = {}
         self._norms = [child for child in plan.module.modules() if isinstance(child, _BatchNorm)]
@@ -144,7 +144,7 @@ class Pipeline:
         for row in inputs:
             row[:] = [tensor if place in code.program.inputs else None for place, tensor in enumerate(row)]
         norms = [self.plan.module.get_submodule(name) for name in code.program.modules]
-        statistics = DeferredStatistics(norms if self._deferred else (), len(sizes))
+        statistics = DeferredStatistics(norms if self.deferred_batch_norm else (), len(sizes))
         number, self._calls = self._calls, self._calls + 1
         around = _Around(self._device, norms, statistics, seed_of(torch.initial_seed(), number, self.engine.stage))
         part = Pass(code, inputs, self._checkpoint, around, differentiable)
@@ -173,10 +173,15 @@ class Pipeline:
         mine = [_join([row[place] for row in per_micro_batch], tensors[place], sizes) for place in wanted]
         return self.engine.sum_over(range(self.engine.stages), mine, f"call {prepared.run.number}, inputs")
 
-    def sizes(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Rows of each micro-batch that a batch is split into."""
+    def sizes(self, tensors: Sequence[Tensor], others: Sequence[nn.Module] = ()) -> tuple[int, ...]:
+        """Rows of each micro-batch that a batch is split into.
+
+        Args:
+            tensors: of the batch.
+            others: normalisation layers outside of the module that micro-batches pass through.
+        """
         # A batch norm needs two rows to normalise one by the other.
-        least = 2 if any(norm.training for norm in self._norms) else 1
+        least = 2 if any(norm.training for norm in (*self._norms, *others)) else 1
         return micro_batch_sizes(rows_of(tensors), self.chunks, least)
 
     def _code(self, call: Call) -> StageCode:

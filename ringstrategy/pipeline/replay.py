@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import lightning.pytorch as pl
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from ringstrategy import _lightning
 from ringstrategy.pipeline.micro_batches import merge
 
-__all__ = ["Entry", "Journal", "MetricRef", "SharedMetrics", "Weights"]
+__all__ = ["Entry", "Journal", "MetricRef", "SharedBuffers", "SharedMetrics", "Weights"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,42 @@ class SharedMetrics:
         metric = self._metrics[value.name]
         _lightning.set_batch_value(metric, value.value)
         return metric
+
+
+class SharedBuffers:
+    """Buffers outside of the pipelined module, which the last stage alone sees all micro-batches move, on every stage.
+
+    Args:
+        module: the user's.
+        inside: names of the others.
+    """
+
+    def __init__(self, module: pl.LightningModule, inside: Container[str]) -> None:
+        self._module = module
+        self._before = {
+            name: (buffer, buffer._version) for name, buffer in module.named_buffers() if name not in inside
+        }
+
+    def changes(self) -> dict[str, Tensor]:
+        """Those that were changed or replaced."""
+        # Layers move their running statistics without a new version of the buffer.
+        statistics = {
+            f"{name}.{key}" if name else key
+            for name, child in self._module.named_modules()
+            if isinstance(child, _NormBase) and child.training
+            for key in child._buffers
+        }
+        return {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if name in self._before
+            and (self._before[name][0] is not buffer or self._before[name][1] != buffer._version or name in statistics)
+        }
+
+    def apply(self, changes: dict[str, Tensor]) -> None:
+        """Take over those of another stage."""
+        for name, value in changes.items():
+            self._module.get_buffer(name).data = value
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

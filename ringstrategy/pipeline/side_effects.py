@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SideEffects"]
+__all__ = ["SideEffects", "unchanged_buffers"]
 
 _MISSING = object()
 _CONTAINERS = (dict, list, set)
@@ -47,6 +49,18 @@ class SideEffects:
             torch.set_grad_enabled(self._grad_enabled)
             phrases.append("switches gradients on or off")
         return " and ".join(phrases)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Whatever runs within, the module's buffers have their old values afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ringstrategy.pipeline.programs import StageProgram
 
-__all__ = ["CheckpointMode", "Pass", "StageCode", "recomputed"]
+__all__ = ["CheckpointMode", "Pass", "StageCode", "recomputed", "without_hooks"]
 
 CheckpointMode = Literal["always", "except_last", "never"]
 
@@ -169,7 +169,7 @@ class Pass:
         ]
         if not roots:
             return nothing
-        with _without_hooks(self.code.parameters):
+        with without_hooks(self.code.parameters):
             found = iter(
                 torch.autograd.grad(
                     [output for output, _ in roots],
@@ -237,7 +237,7 @@ def _announce(value: Any, needs: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Keep tensor hooks on parameters from seeing the gradients of single micro-batches: they see the sum, once."""
     hooked = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
     for hooks, _ in hooked:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ringstrategy import PipelineStrategy
 from tests.helpers.assertions import assert_ranks_identical
@@ -34,6 +34,7 @@ __all__ = [
     "layered",
     "listed",
     "record_messages",
+    "rows",
     "run_alone",
     "run_stages",
 ]
@@ -81,6 +82,12 @@ def batches(
         for size in sizes
     ]
     return listed(items)
+
+
+def rows(count: int = 24, batch_size: int = 4, start: int = 0) -> DataLoader[Any]:
+    """An ordinary loader of some of the rows that :func:`batches` makes: inputs (batch, 8) and labels (batch,)."""
+    ((inputs, labels),) = batches(start + count)
+    return DataLoader(TensorDataset(inputs[start:], labels[start:]), batch_size=batch_size)
 
 
 class Classification(pl.LightningModule):
