@@ -8,13 +8,15 @@ from pathlib import Path
 __all__ = ["PeakPss"]
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
+_COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 
 class PeakPss:
     """Samples this process's proportional set size in a background thread and keeps the largest.
 
     PSS divides each page by the number of processes that map it, so that a segment shared by two ranks counts once,
-    not twice. Reading it makes the kernel walk the page tables, which would disturb a measurement of time: run the
+    not twice. Pages of program files are left out: this process's share of them depends on what else runs on the
+    machine. Reading it makes the kernel walk the page tables, which would disturb a measurement of time: run the
     sampler beside steps that are not timed.
 
     Args:
@@ -51,7 +53,7 @@ class PeakPss:
 
 
 def _pss_mebibytes() -> float:
-    for line in _ROLLUP.read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"{_ROLLUP} has no line 'Pss:'; peak memory needs Linux 4.14 or later")
+    kibibytes = [int(line.split()[1]) for line in _ROLLUP.read_text().splitlines() if line.startswith(_COUNTED)]
+    if len(kibibytes) != len(_COUNTED):
+        raise RuntimeError(f"{_ROLLUP} has no lines {' and '.join(_COUNTED)}; peak memory needs Linux 5.4 or later")
+    return sum(kibibytes) / 1024
