@@ -47,6 +47,7 @@ __all__ = [
     "all_gather",
     "bare",
     "batch_value",
+    "keep_samplers",
     "metric_state",
     "move_own",
     "optimizers_to_device",
@@ -65,6 +66,11 @@ _GRACE_SECONDS = 10.0
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer that a module is attached to, if any; the public property raises without one."""
     return module._trainer
+
+
+def keep_samplers(trainer: pl.Trainer) -> None:
+    """Leave the loaders' own samplers alone, whether or not the user has said so."""
+    trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def move_own(module: pl.LightningModule, device: torch.device) -> None:

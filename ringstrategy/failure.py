@@ -112,6 +112,7 @@ class FailureMonitor:
         self._grace = grace
         self._failed = threading.Event()
         self._note: FailureNote | None = None
+        self._own_error: BaseException | None = None
         self._known_since = 0.0
         self._leaving = False
         self._waiting: _Waiting | None = None
@@ -204,12 +205,16 @@ class FailureMonitor:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one fails with ``error``; its consequences elsewhere are not reported."""
-        if isinstance(error, RankFailure):
-            self.leave()
+        self.announce(error)
+        self.leave()
+
+    def announce(self, error: BaseException) -> None:
+        """The same for an error that may be caught here, although the others cannot go on: every later wait raises."""
+        if isinstance(error, RankFailure) or self._note is not None:
             return
+        self._own_error = error
         text = "".join(traceback.format_exception_only(error)).strip()
         self._publish(FailureNote(self._me.rank, self._me.pid, self._me.host.name, self._where(), text))
-        self.leave()
 
     def leave(self) -> None:
         """From here on the end of another rank is no failure of its own."""
@@ -340,7 +345,9 @@ class FailureMonitor:
 
     def _error(self, note: FailureNote) -> RankFailure:
         waiting = self._waiting
-        return RankFailure(note, waiting.label if waiting else "")
+        failure = RankFailure(note, waiting.label if waiting else "")
+        failure.__cause__ = self._own_error
+        return failure
 
     def _end_after_grace(self) -> None:
         if self._note is None or self._leaving or time.monotonic() - self._known_since < self._grace:

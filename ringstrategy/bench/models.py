@@ -15,6 +15,7 @@ __all__ = ["SyntheticBatches", "SyntheticClassifier", "build_network", "check_mo
 _CLASSES = 10
 _MLP_WIDTH = 1024
 _MLP_LAYERS = 10
+_CIFAR = "cifar_"
 _GROUPS = 32  # of a group norm; Wu and He, "Group Normalization", 2018
 
 
@@ -24,8 +25,10 @@ def build_network(
     """Make a classifier of ten classes.
 
     Args:
-        model: ``"mlp"`` (ten layers of 1024 x 1024 and a head: 10.5 million parameters), or the name of a classifier
-            of torchvision.
+        model: ``"mlp"`` (ten layers of 1024 x 1024 and a head: 10.5 million parameters); ``"cifar_resnet18"``
+            (ResNet-18 with the stem for images of 32 x 32: a convolution of 3 x 3 that keeps their size, and no
+            pooling; He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2); or the name of a
+            classifier of torchvision, whose ResNets leave 8 x 8 of such an image to their first block.
         image_size: height and width of the images; the MLP takes vectors and has no use for it.
         norm: ``"group"`` puts a group norm of 32 groups in place of every batch norm, so that a sample's output does
             not depend on what other samples are in its batch.
@@ -43,7 +46,10 @@ def build_network(
 
     from torchvision import models
 
-    network: nn.Module = models.get_model(model, weights=None, num_classes=_CLASSES)
+    network: nn.Module = models.get_model(model.removeprefix(_CIFAR), weights=None, num_classes=_CLASSES)
+    if model.startswith(_CIFAR):
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+        network.maxpool = nn.Identity()
     if norm == "group":
         _use_group_norm(network)
     return network, (3, image_size, image_size)
@@ -70,8 +76,11 @@ def check_model(model: str) -> None:
     except ImportError as error:
         raise ValueError(f"the model {model!r} needs torchvision: pip install 'ringstrategy[recipes]'") from error
     names = models.list_models(module=models)
-    if model not in names:
-        raise ValueError(f"there is no model {model!r}; choose mlp or a classifier of torchvision: {', '.join(names)}")
+    if model not in (*names, f"{_CIFAR}resnet18"):
+        raise ValueError(
+            f"there is no model {model!r}; choose mlp, {_CIFAR}resnet18 or a classifier of torchvision:"
+            f" {', '.join(names)}"
+        )
 
 
 class SyntheticClassifier(pl.LightningModule):

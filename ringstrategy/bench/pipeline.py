@@ -52,7 +52,7 @@ class PipelineConfig:
     """What to measure.
 
     Attributes:
-        model: ``"mlp"`` or a classifier of torchvision, with group norm in place of batch norm.
+        model: see :func:`~ringstrategy.bench.models.build_network`; batch norms become group norms.
         image_size: height and width of the images in pixels.
         batch: samples per step.
         stages: ranks of one thread each, every one with a stage of its own.
@@ -64,14 +64,14 @@ class PipelineConfig:
         timeout_s: how long a rank waits for another before it gives up.
     """
 
-    model: str = "resnet18"
+    model: str = "cifar_resnet18"
     image_size: int = 32
     batch: int = 64
     stages: int = 2
     chunks: tuple[int, ...] = (2, 4, 8)
     variants: tuple[str, ...] = tuple(VARIANTS)
     rounds: int = 5
-    steps: int = 5
+    steps: int = 3
     warmup: int = 1
     timeout_s: float = 120.0
 

@@ -126,7 +126,10 @@ def _add_pipeline(kinds: argparse._SubParsersAction[Any]) -> None:
         " median times, without messages.",
     )
     parser.add_argument(
-        "--model", default="resnet18", help="mlp or any classifier of torchvision, with group norm for batch norm"
+        "--model",
+        default="cifar_resnet18",
+        help="cifar_resnet18 (its stem keeps 32x32 images as they are), mlp or any classifier of torchvision; batch"
+        " norms become group norms, which do not care how a batch is divided",
     )
     parser.add_argument("--stages", type=at_least(2), default=2, help="number of stages, cut by measured time")
     parser.add_argument("--chunks", type=argument(_numbers), default="2,4,8", help="numbers of micro-batches")
@@ -139,7 +142,7 @@ def _add_pipeline(kinds: argparse._SubParsersAction[Any]) -> None:
         help="what to measure, separated by commas",
     )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of each variant")
-    parser.add_argument("--steps", type=at_least(1), default=5, help="timed steps per turn")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="timed steps per turn")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
 
 

@@ -10,10 +10,11 @@ decides that all come to an end (see :func:`~ringstrategy.pipeline.schedules.val
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,8 +24,12 @@ from ringstrategy.pipeline.channels import Channel
 from ringstrategy.pipeline.micro_batches import merge
 from ringstrategy.pipeline.schedules import Action
 from ringstrategy.pipeline.stage import Pass
+from ringstrategy.pipeline.watched_channel import WatchedChannel
 
 __all__ = ["Engine", "Run"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -42,6 +47,21 @@ class Run:
     sizes: tuple[int, ...]
 
 
+def _all_or_none(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """A stage that fails in here leaves the others waiting, also where the program catches the error."""
+
+    @functools.wraps(method)
+    def checked(engine: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        engine.check()
+        try:
+            return method(engine, *args, **kwargs)
+        except BaseException as error:
+            engine.fail(error)
+            raise
+
+    return checked
+
+
 class Engine:
     """The messages between the stages of one pipeline.
 
@@ -49,8 +69,10 @@ class Engine:
         stage: this rank's.
         channels: to every other stage.
         waiting: context around every wait, given what is waited for.
+        on_error: is told of an error on this stage, after which the others cannot go on.
 
     Attributes:
+        channels: to every other stage; failures interrupt their waits.
         record: called with each action of this stage and when it began and ended computing (``time.perf_counter``
             seconds); None while nobody asks.
         waited_seconds: time in which this stage had nothing to do but wait for another one.
@@ -61,15 +83,17 @@ class Engine:
         stage: int,
         channels: Mapping[int, Channel],
         waiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        on_error: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.stage = stage
         self.stages = len(channels) + 1
         self.record: Callable[[Action, float, float], None] | None = None
         self.waited_seconds = 0.0
-        self.channels = channels
-        self._before = channels.get(stage - 1)
-        self._after = channels.get(stage + 1)
-        self._waiting = waiting
+        self.channels = {other: WatchedChannel(channel, other, waiting) for other, channel in channels.items()}
+        self._before = self.channels.get(stage - 1)
+        self._after = self.channels.get(stage + 1)
+        self._on_error = on_error
+        self._error: BaseException | None = None
 
     @property
     def last(self) -> bool:
@@ -83,6 +107,7 @@ class Engine:
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
+    @_all_or_none
     def forward(self, run: Run, micro_batch: int) -> Any:
         """Take a micro-batch through this stage.
 
@@ -92,7 +117,7 @@ class Engine:
         tag = f"call {run.number}, F{micro_batch}"
         received: list[Any] = []
         if self._before is not None:
-            received = self._receive(self._before, self.stage - 1, tag)
+            received = self._receive(self._before, tag)
         begun = time.perf_counter()
         values = run.part.forward(micro_batch, received)
         self._note(Action("F", micro_batch), begun)
@@ -101,6 +126,7 @@ class Engine:
         _send(self._after, values, tag)
         return None
 
+    @_all_or_none
     def backward(self, run: Run, micro_batch: int, gradients: Sequence[Tensor | None] = (), keep: bool = False) -> None:
         """Take a micro-batch's gradients back through this stage.
 
@@ -114,7 +140,7 @@ class Engine:
         if self._after is not None:
             gradients = ()
             if run.part.expects_gradients(micro_batch):
-                gradients = self._receive(self._after, self.stage + 1, tag)
+                gradients = self._receive(self._after, tag)
         owes = self._before is not None and run.part.owes_gradients(micro_batch)
         begun = time.perf_counter()
         back = run.part.backward(micro_batch, gradients, keep)
@@ -124,6 +150,7 @@ class Engine:
 
     # -- all stages together -----------------------------------------------------------------------------------------
 
+    @_all_or_none
     def share_output(self, run: Run, outputs: Sequence[Any]) -> tuple[Any, list[Tensor]]:
         """Put the last stage's outputs together and give them to all.
 
@@ -137,7 +164,7 @@ class Engine:
         """
         tag = f"call {run.number}, output"
         if not self.last:
-            structure, *received = self._receive(self.channels[self.stages - 1], self.stages - 1, tag)
+            structure, *received = self._receive(self.channels[self.stages - 1], tag)
             return structure, received
         needs = [False] * len(pytree.tree_leaves(outputs[0]))
         for output in outputs:
@@ -155,14 +182,16 @@ class Engine:
             channel.send([structure, *tensors], tag)
         return structure, tensors
 
+    @_all_or_none
     def from_last(self, values: list[Any], tag: str) -> list[Any]:
         """The last stage's values, on all stages."""
         if not self.last:
-            return self._receive(self.channels[self.stages - 1], self.stages - 1, tag)
+            return self._receive(self.channels[self.stages - 1], tag)
         for channel in self.channels.values():
             _send(channel, values, tag)
         return values
 
+    @_all_or_none
     def sum_over(self, stages: Iterable[int], values: list[Tensor | None], what: str) -> list[Tensor | None]:
         """Add tensors of several stages up, in the order of the stages, so that all end with the same bits.
 
@@ -174,16 +203,42 @@ class Engine:
         first, *others = sorted(stages)
         if self.stage != first:
             self.channels[first].send(values, what)
-            return self._receive(self.channels[first], first, what)
+            return self._receive(self.channels[first], what)
         totals = list(values)
         for other in others:
-            for place, value in enumerate(self._receive(self.channels[other], other, what)):
+            for place, value in enumerate(self._receive(self.channels[other], what)):
                 if value is not None:
                     total = totals[place]
                     totals[place] = value if total is None else total + value
         for other in others:
             self.channels[other].send(totals, what)
         return totals
+
+    def meet(self, where: str) -> None:
+        """Make sure that all stages are at the same point, where a message of the schedule need not tell.
+
+        Args:
+            where: they are.
+
+        Raises:
+            WrongMessage: one of them is elsewhere.
+        """
+        for channel in self.channels.values():
+            channel.send([], where)
+        for channel in self.channels.values():
+            channel.receive(where)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the error of an earlier call, should the program have caught it."""
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Note that this stage cannot go on, and let it be known."""
+        self._error = self._error or error
+        self._on_error(error)
 
     def abort(self, error: BaseException) -> None:
         """Make every wait, now and later, raise ``error``. Safe from any thread."""
@@ -195,10 +250,9 @@ class Engine:
         for channel in self.channels.values():
             channel.close()
 
-    def _receive(self, channel: Channel, stage: int, tag: str) -> list[Any]:
+    def _receive(self, channel: Channel, tag: str) -> list[Any]:
         begun = time.perf_counter()
-        with self._waiting(f"stage {stage} ({tag})"):
-            values = channel.receive(tag)
+        values = channel.receive(tag)
         self.waited_seconds += time.perf_counter() - begun
         return _restore(values)
 

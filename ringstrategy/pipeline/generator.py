@@ -80,11 +80,15 @@ def same_generators(channels: Mapping[int, Channel], stage: int) -> None:
 
 
 @contextlib.contextmanager
-def seeded_everywhere(seed: int) -> Iterator[None]:
-    """All global generators under a seed: those of torch, NumPy and Python. Afterwards they are as before."""
+def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
+    """All global generators under a seed: torch's of the host and of ``device``, NumPy's and Python's.
+
+    Afterwards they are as before. (``torch.manual_seed`` would take milliseconds where there is no GPU: it asks for the
+    stack, to remember who wanted GPUs to be seeded.)
+    """
     numpy, python = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with own_generators(device) as seed_torch:
+        seed_torch(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         try:

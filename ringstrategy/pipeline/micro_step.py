@@ -78,6 +78,8 @@ class MicroSteps:
         """
         leaves, spec = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._pipeline.chunks == "auto":
+            self._choose_chunks(step, batch)
         sizes = self._pipeline.sizes(tensors, self._norms)
         parts = [split(leaf, sizes) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
         micro_batches = [pytree.tree_unflatten([part[m] for part in parts], spec) for m in range(len(sizes))]
@@ -85,6 +87,14 @@ class MicroSteps:
         running = _Running(self, step, micro_batches, sizes, weights, scale, seed_of(torch.initial_seed(), self._steps))
         self._steps += 1
         return running.complete()
+
+    def _choose_chunks(self, step: Callable[[Any], Any], batch: Any) -> None:
+        """Try them on what the pipelined module gets of the whole batch."""
+        with seeded_everywhere(0, self._device), Journal().of(self._module, 0):
+            example = captured_call(self._pipeline.plan.module, lambda: step(batch))
+        if example is None:
+            raise ValueError(_NOT_CALLED.format(type(self._module).__name__, self._pipeline.plan.name))
+        self._pipeline.choose_chunks(example.tensors, example.call)
 
     def _weights(self, micro_batches: Sequence[Any], sizes: tuple[int, ...]) -> Weights:
         samples = [size / max(1, sum(sizes)) for size in sizes] if len(sizes) > 1 else [1.0]
@@ -156,7 +166,8 @@ class _Running:
 
     def _forward(self, number: int) -> None:
         module, micro_batch = self.owner._module, self.micro_batches[number]
-        with seeded_everywhere(seed_of(self.seed, number)), self.journal.of(module, number):
+        seed = seed_of(self.seed, number)
+        with seeded_everywhere(seed, self.owner._device), self.journal.of(module, number):
             if self._engine.last:
                 self._whole_step(number, micro_batch)
                 return
@@ -207,6 +218,7 @@ class _Running:
                 result = self.step(micro_batch)
         finally:
             forward.remove()
+        self._engine.check()
         if not calls:
             raise ValueError(_NOT_CALLED.format(type(module).__name__, plan.name))
         self.results.append(result)
@@ -296,7 +308,9 @@ class _Running:
         return loss if isinstance(result, Tensor) else {**result, "loss": loss}
 
 
-_NOT_CALLED = "{0}.training_step does not call the pipelined module '{1}'. Call it, or name the one it calls, e.g. module=\"net\"."
+_NOT_CALLED = (
+    "{0}.training_step does not call the pipelined module '{1}'. Call it, or say with `module=` which one it calls."
+)
 
 
 class _Stash(torch.autograd.Function):
@@ -310,8 +324,15 @@ class _Stash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        stashed = ctx.gradients
+        if stashed is None:
+            raise RuntimeError("backward() a second time, after one that did not ask for retain_graph=True")
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.gradients = None  # nobody else has them now: they become `.grad` without a copy
         factor = gradient / ctx.scale
-        return (None, None, None, None, *(stashed * factor.to(stashed.dtype) for stashed in ctx.gradients))
+        if factor.is_cpu and factor == 1:  # a device would have to be waited for
+            return None, None, None, None, *stashed
+        return None, None, None, None, *(each * factor.to(each.dtype) for each in stashed)
 
 
 def _loss_of(result: Any) -> Tensor | None:

@@ -13,9 +13,9 @@ computes the loss on the whole output, on every stage alike. The backward of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -31,6 +31,7 @@ from ringstrategy.pipeline.micro_batches import micro_batch_sizes, rows_of, spli
 from ringstrategy.pipeline.plan import PipelinePlan
 from ringstrategy.pipeline.schedules import gpipe
 from ringstrategy.pipeline.stage import CheckpointMode, Pass, StageCode
+from ringstrategy.pipeline.tuning import candidates, fastest
 
 __all__ = ["Pipeline"]
 
@@ -59,10 +60,12 @@ class Pipeline:
         plan: how the module is cut.
         engine: the messages to the other stages.
         device: of this stage.
-        chunks: micro-batches per call, where the batch has enough rows.
+        chunks: micro-batches per call, where the batch has enough rows. ``"auto"`` tries a few on the first call that
+            is differentiated.
         checkpoint: which micro-batches are computed again in backward.
         deferred_batch_norm: running statistics move once per call, by those of the whole batch, and not once per
             micro-batch.
+        slowest: the largest of each element of a tensor over all ranks.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class Pipeline:
         engine: Engine,
         device: torch.device,
         *,
-        chunks: int,
+        chunks: int | Literal["auto"],
         checkpoint: CheckpointMode,
         deferred_batch_norm: bool = True,
+        slowest: Callable[[Tensor], Tensor] = lambda times: times,
     ) -> None:
         self.plan = plan
         self.engine = engine
@@ -81,6 +85,7 @@ class Pipeline:
         self._device = device
         self._checkpoint = checkpoint
         self.deferred_batch_norm = deferred_batch_norm
+        self._slowest = slowest
         self._calls = 0
         self._codes: dict[int, StageCode] = {}
         self._norms = [child for child in plan.module.modules() if isinstance(child, _BatchNorm)]
@@ -94,10 +99,10 @@ class Pipeline:
             any(tensor.requires_grad for tensor in tensors)
             or any(parameter.requires_grad for parameter in self.plan.module.parameters())
         )
+        if differentiable:
+            self.choose_chunks(tensors, call)
         sizes = self.sizes(tensors)
-        parts = [split(tensor, sizes) for tensor in tensors]
-        inputs: list[list[Tensor | None]] = [[part[number] for part in parts] for number in range(len(sizes))]
-        prepared = self.prepare(inputs, call, sizes, differentiable)
+        prepared = self.prepare(_rows(tensors, sizes), call, sizes, differentiable)
         if not differentiable:
             return put_together(*self._all_forwards(prepared))
         return PipelinedCall(
@@ -127,10 +132,33 @@ class Pipeline:
             self.engine.backward(run, number, [piece[number] for piece in pieces], keep)
         return [*self._input_gradients(prepared, tensors), *self.parameter_gradients(prepared)]
 
+    def choose_chunks(self, tensors: list[Tensor], call: Call) -> None:
+        """Where ``chunks="auto"``, decide by trials on the inputs of a call. Collective."""
+        if self.chunks != "auto":
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in self.plan.module.buffers() if not buffer.is_meta]
+
+        def trial(count: int) -> None:
+            sizes = micro_batch_sizes(rows_of(tensors), count)
+            prepared = self.prepare(_rows(tensors, sizes), call, sizes, trial=True)
+            _, outputs = self._all_forwards(prepared)
+            gradients = [torch.ones_like(output) if output.requires_grad else None for output in outputs]
+            self._all_backwards(prepared, tensors, gradients, keep=False)
+
+        self.chunks = fastest(candidates(rows_of(tensors), self._least()), trial, self._slowest)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
     # -- for any schedule --------------------------------------------------------------------------------------------
 
     def prepare(
-        self, inputs: Sequence[list[Tensor | None]], call: Call, sizes: tuple[int, ...], differentiable: bool = True
+        self,
+        inputs: Sequence[list[Tensor | None]],
+        call: Call,
+        sizes: tuple[int, ...],
+        differentiable: bool = True,
+        trial: bool = False,
     ) -> Prepared:
         """Make a call ready to run; all stages make the same ones in the same order.
 
@@ -139,14 +167,16 @@ class Pipeline:
             call: all the rest.
             sizes: rows by micro-batch.
             differentiable: whether gradients can be asked for.
+            trial: no statistics move.
         """
         code = self._code(call)
         for row in inputs:
             row[:] = [tensor if place in code.program.inputs else None for place, tensor in enumerate(row)]
         norms = [self.plan.module.get_submodule(name) for name in code.program.modules]
-        statistics = DeferredStatistics(norms if self.deferred_batch_norm else (), len(sizes))
+        statistics = DeferredStatistics(norms if self.deferred_batch_norm and not trial else (), len(sizes))
         number, self._calls = self._calls, self._calls + 1
-        around = _Around(self._device, norms, statistics, seed_of(torch.initial_seed(), number, self.engine.stage))
+        seed = seed_of(torch.initial_seed(), number, self.engine.stage)
+        around = _Around(self._device, norms, statistics, seed, trial)
         part = Pass(code, inputs, self._checkpoint, around, differentiable)
         return Prepared(Run(number, part, sizes), call, statistics)
 
@@ -180,9 +210,12 @@ class Pipeline:
             tensors: of the batch.
             others: normalisation layers outside of the module that micro-batches pass through.
         """
-        # A batch norm needs two rows to normalise one by the other.
-        least = 2 if any(norm.training for norm in (*self._norms, *others)) else 1
-        return micro_batch_sizes(rows_of(tensors), self.chunks, least)
+        chunks = 2 * self.engine.stages if self.chunks == "auto" else self.chunks  # nothing was trained yet
+        return micro_batch_sizes(rows_of(tensors), chunks, self._least(others))
+
+    def _least(self, others: Sequence[nn.Module] = ()) -> int:
+        """Rows that a micro-batch needs: a batch norm normalises one by another."""
+        return 2 if any(norm.training for norm in (*self._norms, *others)) else 1
 
     def _code(self, call: Call) -> StageCode:
         programs = self.plan.programs(call)
@@ -203,12 +236,18 @@ class _Around:
     """The context of every computation of one call."""
 
     def __init__(
-        self, device: torch.device, modules: Sequence[nn.Module], statistics: DeferredStatistics, seed: int
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        statistics: DeferredStatistics,
+        seed: int,
+        trial: bool,
     ) -> None:
         self._device = device
         self._modules = modules
         self._statistics = statistics
         self._seed = seed
+        self._trial = trial
         # Backward runs outside of the autocast in which forward ran.
         self._autocast = torch.is_autocast_enabled(device.type)
         self._dtype = torch.get_autocast_dtype(device.type)
@@ -219,10 +258,16 @@ class _Around:
             own_generators(self._device) as seed,
             # Casts of weights that are kept from a forward without graph would cut the graph of a later one.
             torch.autocast(self._device.type, self._dtype, self._autocast, cache_enabled=False),
-            untracked_statistics(self._modules) if again else self._statistics.micro_batch(),
+            untracked_statistics(self._modules) if again or self._trial else self._statistics.micro_batch(),
         ):
             seed(seed_of(self._seed, micro_batch))
             yield
+
+
+def _rows(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[list[Tensor | None]]:
+    """The part of each tensor that each micro-batch gets."""
+    parts = [split(tensor, sizes) for tensor in tensors]
+    return [[part[number] for part in parts] for number in range(len(sizes))]
 
 
 def _join(gradients: Sequence[Tensor | None], tensor: Tensor, sizes: Sequence[int]) -> Tensor | None:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["StandIn"]
@@ -23,7 +24,8 @@ class StandIn:
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self._module = module
         self._name = name
-        self._call = call
+        # Sockets, threads and traces of its own are nothing for a caller's `torch.compile`.
+        self._call = torch.compiler.disable(call)
         self._before = vars(module).get(name)
         vars(module)[name] = self
 

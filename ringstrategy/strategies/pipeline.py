@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 __all__ = ["PipelineStrategy"]
 
 T = TypeVar("T")
+_CHUNKS = 8  # micro-batches, unless told otherwise
 _Path = str | Path
 
 
@@ -66,7 +68,8 @@ class PipelineStrategy(RingDDPStrategy):
 
     Args:
         num_stages: ranks per pipeline; all of them by default.
-        chunks: micro-batches per call, where the batch has enough rows.
+        chunks: micro-batches per call, where the batch has enough rows. ``"auto"`` tries a few on the first batch of
+            training, before any weight moves, and keeps the fastest.
         balance: layers per stage, or what to cut by: measured ``"time"``, ``"size"`` of the parameters, or
             ``"memory"`` of parameters and activations. None is ``"time"`` where an input is known (from
             ``example_input_array``, or the train dataloader of a map-style dataset), else ``"size"``.
@@ -92,7 +95,7 @@ class PipelineStrategy(RingDDPStrategy):
         self,
         *,
         num_stages: int | None = None,
-        chunks: int = 8,
+        chunks: int | Literal["auto"] = _CHUNKS,
         balance: Balance = None,
         checkpoint: CheckpointMode = "except_last",
         schedule: Literal["gpipe", "1f1b"] = "gpipe",
@@ -104,7 +107,8 @@ class PipelineStrategy(RingDDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         _check_count("num_stages", num_stages)
-        _check_count("chunks", chunks)
+        if chunks != "auto":
+            _check_count("chunks", chunks)
         for name, value, choices in (
             ("checkpoint", checkpoint, get_args(CheckpointMode)),
             ("schedule", schedule, ("gpipe", "1f1b")),
@@ -120,7 +124,7 @@ class PipelineStrategy(RingDDPStrategy):
         if isinstance(balance, str) and balance not in ("size", "time", "memory"):
             raise ValueError(f"balance={balance!r} is unknown; choose 'size', 'time', 'memory' or layers per stage.")
         self._num_stages = num_stages
-        self._chunks = chunks
+        self._chunks: int | Literal["auto"] = chunks
         self._balance = balance
         self._checkpoint: CheckpointMode = checkpoint
         self._module_name = module
@@ -209,10 +213,11 @@ class PipelineStrategy(RingDDPStrategy):
         assert self._monitor is not None
         stages, replicas = self.num_stages, self.num_replicas
         grid = [[replica * stages + stage for stage in range(stages)] for replica in range(replicas)]
-        self._stages = self._group.split(grid)
-        self._replicas = self._group.split([list(column) for column in zip(*grid, strict=True)])
         with self._monitor.waiting("the other stages"):
-            self._engine = Engine(self.stage, connect(self._stages), self._monitor.waiting)
+            self._stages = self._group.split(grid)
+            self._replicas = self._group.split([list(column) for column in zip(*grid, strict=True)])
+            channels = connect(self._stages, self._transport)
+        self._engine = Engine(self.stage, channels, self._monitor.waiting, self._monitor.announce)
         self._monitor.on_failure(self._engine.abort)
 
     @override
@@ -223,6 +228,9 @@ class PipelineStrategy(RingDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
+        if self.num_replicas == 1:
+            # All ranks see all samples. Lightning's sampler would shuffle what the user does not, and drop their own.
+            _lightning.keep_samplers(trainer)
         copies = copies_in(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         assert self._group is not None
         for module in (self.model, *copies):
@@ -258,7 +266,8 @@ class PipelineStrategy(RingDDPStrategy):
             try:
                 example = find_example(module, pipelined, trainer if fitting else None)
                 recompute = self._checkpoint != "never"
-                decision = choose_cut(pipelined, self.num_stages, self._balance, example, self._chunks, recompute)
+                chunks = _CHUNKS if self._chunks == "auto" else self._chunks
+                decision = choose_cut(pipelined, self.num_stages, self._balance, example, chunks, recompute)
             except ValueError as error:
                 decision = error  # of the user's, which every rank is to show
         decision = self.broadcast(decision)
@@ -279,6 +288,7 @@ class PipelineStrategy(RingDDPStrategy):
             self._engine,
             self.root_device,
             chunks=self._chunks,
+            slowest=self._combine_all,
             checkpoint=self._checkpoint,
             deferred_batch_norm=self._deferred_batch_norm,
         )
@@ -324,8 +334,15 @@ class PipelineStrategy(RingDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._engine is not None
         if self._micro_steps is None:
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            self._engine.check()
+            if output is None:
+                # No backward follows. A stage that decided so alone, having caught an error perhaps, would wait for
+                # others that wait for its gradients.
+                self._engine.meet("the end of a training step without a loss")
+            return output
         self._before_training_step()
         batch, *others = args
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -389,6 +406,11 @@ class PipelineStrategy(RingDDPStrategy):
         part = self._placement.part_of(parameter)
         return self.stage == (0 if part is None else part.sender)
 
+    def _combine_all(self, tensor: Tensor) -> Tensor:
+        """The largest of each element over all ranks."""
+        assert self._control is not None
+        return self._control.reduce(tensor, None, "max")
+
     def _combine(self, tensor: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         assert self._control is not None
         assert self._stages is not None
@@ -409,7 +431,7 @@ class PipelineStrategy(RingDDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if group is None and self._replicas is not None:
+        if self._replicas is not None and group in (None, dist.group.WORLD):
             group = self._replicas.process_group
         return super().all_gather(tensor, group, sync_grads)
 
@@ -477,7 +499,8 @@ class PipelineStrategy(RingDDPStrategy):
             self._overflow = None
         if self._forward is not None:
             self._forward.remove()
-        if self._monitor is not None and not self._monitor.failed and self._engine is not None:
+        if self._monitor is not None and not self._monitor.leaving and self._engine is not None:
+            self._monitor.check()  # an error that the program has caught must not pass for a success
             self._make_whole()
         for copy in self._copies:
             copy.release()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,14 +21,16 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ringstrategy import RingDDPStrategy
+from ringstrategy import PipelineStrategy, RingDDPStrategy
 from ringstrategy.collectives.links import Link
-from tests.helpers.models import Batch, Regression, shard
+from tests.helpers.models import Batch, Regression, network, shard
 from tests.helpers.trainers import trainer_on_rank
 
 __all__ = ["PHASES", "Setting", "train_from_launcher", "train_on_rank"]
@@ -38,15 +41,20 @@ PHASES = (
     "setup",
     "optimizers",
     "forward",
+    *("first micro-batch", "middle micro-batch", "loss", "backward"),  # the layers of a pipeline's stage, and around
     "all-reduce",
     "validation",
+    "validation layers",
+    *("weights", "optimizer state"),  # about to be gathered from the stages of a pipeline
     "checkpoint",
     "train end",
+    "making whole",
     "teardown",
 )
 # One checkpoint has been written before the fault, and one batch trained after it.
 _FAULTY_BATCH = 2
 _BATCHES = 4
+_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class Setting:
     """Who fails, when and how.
 
     Attributes:
-        kind: ``"exception"``, ``"kill"``, ``"stop"`` (by signal), or ``"sleep"`` (for longer than any timeout).
+        kind: ``"exception"``, ``"out of memory"`` (which ``training_step`` catches), ``"kill"``, ``"stop"`` (by
+            signal), or ``"sleep"`` (for longer than any timeout).
         rank: the rank that fails.
         phase: one of :data:`PHASES`.
         folder: for checkpoints, and for the moment of the fault.
@@ -62,6 +71,9 @@ class Setting:
         devices: number of ranks that the script starts.
         start_method: how.
         workers: processes that load data, for each rank.
+        schedule: of a pipeline; None trains data-parallel.
+        stages: of a pipeline; None for one pipeline over all ranks.
+        transport: of the strategy.
     """
 
     kind: str
@@ -72,6 +84,9 @@ class Setting:
     devices: int = 2
     start_method: Literal["popen", "spawn", "fork"] = "popen"
     workers: int = 0
+    schedule: Literal["gpipe", "1f1b"] | None = None
+    stages: int | None = None
+    transport: Literal["auto", "backend"] = "auto"
 
     def to_json(self) -> str:
         """For a command line."""
@@ -82,18 +97,24 @@ class Setting:
         """Where the run saves."""
         return Path(self.folder) / "checkpoints"
 
+    @property
+    def _struck(self) -> Path:
+        return Path(self.folder) / "struck"
+
     def seconds_since(self) -> float:
         """Time since the fault; it must have happened."""
-        return time.monotonic() - float((Path(self.folder) / "struck").read_text())
+        return time.monotonic() - float(self._struck.read_text())
 
     def strike(self, rank: int, phase: str) -> None:
-        """Fail, if it is this rank's turn."""
-        if (rank, phase) != (self.rank, self.phase):
+        """Fail, if it is this rank's turn, and it has not failed before."""
+        if (rank, phase) != (self.rank, self.phase) or self._struck.exists():
             return
         # The clock is the same in all processes.
-        (Path(self.folder) / "struck").write_text(str(time.monotonic()))
+        self._struck.write_text(str(time.monotonic()))
         if self.kind == "exception":
             raise ValueError(f"boom-on-rank-{rank}")
+        if self.kind == "out of memory":
+            raise torch.OutOfMemoryError(f"boom-on-rank-{rank}")
         if self.kind == "sleep":
             time.sleep(600)
         # To this thread and not just to the process, which would let it run on for some microseconds.
@@ -101,11 +122,15 @@ class Setting:
 
 
 class Ruined(Regression):
-    """Strikes in the hooks of the module."""
+    """Strikes in the hooks of the module, and in its layers."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__()
+        super().__init__(net=network() if setting.schedule is None else _deep_network())
         self._setting = setting
+        self._faulty = ""  # the step whose layers strike
+        self._computed = Counter[nn.Module]()
+        for layer in self.net.children():
+            layer.register_forward_hook(self._in_layer)
 
     def _strike(self, phase: str) -> None:
         self._setting.strike(self.trainer.global_rank, phase)
@@ -121,16 +146,40 @@ class Ruined(Regression):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        try:
+            return self._training_step(batch, batch_idx)
+        except torch.OutOfMemoryError:
+            return None  # as those do whose batches are at times too large
+
+    def _training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         if batch_idx == _FAULTY_BATCH:
             self._strike("forward")
+            self._faulty = "training"
             if self._setting.phase == "all-reduce":
                 # A rank first tells each other rank that it begins, and after its sums that it is done.
                 _before_send(self.trainer.world_size, lambda: self._strike("all-reduce"))
-        return super().training_step(batch, batch_idx)
+        loss = self.loss(batch)
+        if batch_idx == _FAULTY_BATCH:
+            self._strike("loss")
+        return loss
+
+    def _in_layer(self, layer: nn.Module, _: Any, output: Tensor) -> None:
+        if self._faulty == "validation":
+            self._strike("validation layers")
+        if self._faulty != "training":
+            return
+        self._computed[layer] += 1
+        if output.requires_grad:
+            output.register_hook(lambda _: self._strike("backward"))
+        if self._computed[layer] == 1:
+            self._strike("first micro-batch")
+        elif self._computed[layer] == _CHUNKS // 2:
+            self._strike("middle micro-batch")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 1:
             self._strike("validation")
+            self._faulty = "validation"
         self.log("validation_loss", self.loss(batch), sync_dist=True)
 
     @override
@@ -148,6 +197,13 @@ class Ruined(Regression):
     @override
     def teardown(self, stage: str) -> None:
         self._strike("teardown")
+
+
+def _deep_network() -> nn.Sequential:
+    """Five layers: each of two or three stages gets some that train."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
 def _before_send(count: int, strike: Callable[[], None]) -> None:
@@ -186,6 +242,54 @@ class RuinedStrategy(RingDDPStrategy):
         super().setup_distributed()
 
 
+class RuinedPipeline(PipelineStrategy):
+    """Strikes before the ranks have met, and when they are about to give each other what they hold."""
+
+    setting: Setting
+
+    @override
+    def setup_distributed(self) -> None:
+        self.setting.strike(self.local_rank, "before meeting")
+        super().setup_distributed()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._strike_in_second_checkpoint("weights")
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._strike_in_second_checkpoint("optimizer state")
+        return super().optimizer_state(optimizer)
+
+    def _strike_in_second_checkpoint(self, phase: str) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.global_step == _FAULTY_BATCH:
+            self.setting.strike(self.global_rank, phase)
+
+    @override
+    def teardown(self) -> None:
+        self.setting.strike(self.global_rank, "making whole")
+        super().teardown()
+
+
+def _strategy(setting: Setting) -> RuinedStrategy | RuinedPipeline:
+    common: dict[str, Any] = {
+        "timeout": timedelta(seconds=setting.timeout),
+        "start_method": setting.start_method,
+        "transport": setting.transport,
+    }
+    strategy: RuinedStrategy | RuinedPipeline
+    if setting.schedule is None:
+        strategy = RuinedStrategy(**common)
+    else:
+        strategy = RuinedPipeline(
+            num_stages=setting.stages, chunks=_CHUNKS, schedule=setting.schedule, balance="size", **common
+        )
+    strategy.setting = setting
+    return strategy
+
+
 def train(setting: Setting, rank: int = 0, trainer: Callable[..., pl.Trainer] = pl.Trainer) -> None:
     """Fit four batches, save after each, and validate.
 
@@ -194,10 +298,8 @@ def train(setting: Setting, rank: int = 0, trainer: Callable[..., pl.Trainer] = 
         rank: whose share of the data is taken; what the ranks compute does not matter here.
         trainer: makes the Trainer.
     """
-    strategy = RuinedStrategy(timeout=timedelta(seconds=setting.timeout), start_method=setting.start_method)
-    strategy.setting = setting
     options: dict[str, Any] = {
-        "strategy": strategy,
+        "strategy": _strategy(setting),
         "callbacks": [ModelCheckpoint(setting.checkpoints, every_n_train_steps=1, save_top_k=-1)],
         "max_epochs": 1,
         "logger": False,

@@ -126,7 +126,7 @@ class _Gan(Classification):
             self.untoggle_optimizer(optimizer)
 
     def _fools(self, real: Tensor) -> Tensor:
-        loss = F.softplus(-self.discriminator(self.generator(real.flip(1)))).mean()
+        loss: Tensor = F.softplus(-self.discriminator(self.generator(real.flip(1)))).mean()
         self.log("generator", loss)
         return loss
 
@@ -170,7 +170,8 @@ class _Unused(Classification):
 
     def loss(self, batch: Batch) -> Tensor:
         self.net(batch[0] * 2)
-        return super().loss(batch) + 0.1 * self.net(batch[0] * 3).detach().mean()
+        offset: Tensor = self.net(batch[0] * 3).detach().mean()
+        return super().loss(batch) + 0.1 * offset
 
 
 class _PseudoLabels(Classification):
