@@ -77,10 +77,14 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Where a rank waits: its how-manieth collective it is, and what it is called."""
+    """Where a rank waits: its how-manieth wait it is, what for, and which rank for, if it is for one alone.
+
+    Without a label the rank goes on; it did so after that many waits.
+    """
 
     sequence: int
-    label: str
+    label: str = ""
+    on: int | None = None
     since: float = 0.0
 
 
@@ -116,7 +120,7 @@ class FailureMonitor:
         self._known_since = 0.0
         self._leaving = False
         self._waiting: _Waiting | None = None
-        self._announced = -1
+        self._announced: int | None = None  # the wait that the others know of
         self._sequence = 0
         self._others: dict[int, _Waiting] = {}
         self._stopped_since: dict[int, float] = {}
@@ -158,18 +162,19 @@ class FailureMonitor:
             raise self._error(self._note)
 
     @contextlib.contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
+    def waiting(self, label: str, on: int | None = None) -> Iterator[None]:
         """Around every wait for other ranks.
 
         Args:
             label: what is waited for, as the error shall name it.
+            on: the rank that is waited for; None in a collective.
 
         Raises:
             RankFailure: a rank failed before or meanwhile; an error of the transport is only its consequence.
         """
         self.check()
         self._sequence += 1
-        self._waiting = _Waiting(self._sequence, label, time.monotonic())
+        self._waiting = _Waiting(self._sequence, label, on, time.monotonic())
         try:
             yield
         except RankFailure:
@@ -286,12 +291,15 @@ class FailureMonitor:
 
     def _look_at_own_wait(self) -> None:
         waiting = self._waiting
+        if self._announced is not None and (waiting is None or waiting.sequence != self._announced):
+            self._mailbox.send({"sequence": self._sequence})
+            self._announced = None
         if waiting is None or self._note is not None:
             return
         age = time.monotonic() - waiting.since
-        if age > min(1.0, self._timeout / 4) and waiting.sequence != self._announced:
+        if age > min(1.0, self._timeout / 4) and self._announced is None:
             self._announced = waiting.sequence
-            self._mailbox.send({"sequence": waiting.sequence, "label": waiting.label})
+            self._mailbox.send({"sequence": waiting.sequence, "label": waiting.label, "on": waiting.on})
         if age > self._timeout:
             late = self._late(waiting)
             self._give_up(late, f"did not reach {waiting.label} within {self._timeout:g} s{self._elsewhere(late)}")
@@ -300,18 +308,30 @@ class FailureMonitor:
             self._warn(f"waiting for {late} to reach {waiting.label}{self._elsewhere(late)}")
 
     def _late(self, waiting: _Waiting) -> Rank:
-        """The rank that others wait for: the one that has come least far, first of all one that never says so."""
+        """The rank that others wait for.
 
-        def progress(rank: int) -> tuple[bool, int]:
+        That is the one which this rank waits for, if it waits for nobody itself; else the one that *that* one waits
+        for, and so on. In a collective it is one that waits for nobody, then the one that has come least far.
+        """
+        seen = {self._me.rank}
+        on = waiting.on
+        while on in self._neighbours and on not in seen:
+            theirs = self._others.get(on)
+            if theirs is None or not theirs.label:
+                return self._neighbours[on]
+            seen.add(on)
+            on = theirs.on
+
+        def progress(rank: int) -> tuple[bool, bool, int]:
             theirs = self._others.get(rank)
             behind = theirs is None or theirs.sequence < waiting.sequence
-            return (not behind, theirs.sequence if theirs else -1)
+            return (theirs is not None and bool(theirs.label), not behind, theirs.sequence if theirs else -1)
 
         return self._neighbours[min(self._neighbours, key=progress)] if self._neighbours else self._me
 
     def _elsewhere(self, late: Rank) -> str:
         theirs = self._others.get(late.rank)
-        return f" (it waits for {theirs.label})" if theirs else ""
+        return f" (it waits for {theirs.label})" if theirs and theirs.label else ""
 
     def _give_up(self, rank: Rank, reason: str) -> None:
         seen = f"as seen by rank {self._me.rank}"

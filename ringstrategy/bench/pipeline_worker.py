@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,12 +120,16 @@ class RankResult:
     def read(cls, folder: str, rank: int) -> RankResult:
         """Read what a rank wrote."""
         found = json.loads(_result_file(folder, rank).read_text())
-        steps = (tuple(tuple(StepRecord(**step) for step in steps) for steps in rounds) for rounds in found["steps"])
+        steps = (tuple(tuple(map(_as_record, steps)) for steps in rounds) for rounds in found["steps"])
         return cls(tuple(found["balance"]), tuple(steps), tuple(found["sent_bytes"]))
 
     def write(self, folder: str, rank: int) -> None:
         """Write it down for :meth:`read`."""
         _result_file(folder, rank).write_text(json.dumps(asdict(self)))
+
+
+def _as_record(found: dict[str, Any]) -> StepRecord:
+    return StepRecord(found["seconds"], tuple(found["forward"]), tuple(found["backward"]))
 
 
 def measure_times(rank: int, run: PipelineRun, folder: str) -> None:
@@ -211,7 +216,7 @@ def _forbid_in_place(network: nn.Module) -> None:
     """A stage may begin with an activation, and torch's cannot have it overwrite what they receive."""
     for child in network.modules():
         if getattr(child, "inplace", False):
-            child.inplace = False
+            setattr(child, "inplace", False)  # noqa: B010  (mypy takes any attribute of a module for a tensor)
 
 
 def _choose_cut(group: RankGroup, network: nn.Module, inputs: Tensor, run: PipelineRun) -> Cut:

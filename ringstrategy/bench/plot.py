@@ -110,17 +110,18 @@ def plot_pipeline(rows: Sequence[PipelineRow], path: Path) -> None:
     chunks = sorted({row.chunks for row in rows if row.variant != "naive"}) or [1]
     for name in dict.fromkeys(row.variant for row in rows):
         line = sorted((row for row in rows if row.variant == name), key=lambda row: row.chunks)
-        if name == "naive":
-            line = line * len(chunks)  # it has one micro-batch, however many the others have
+        across = [row.chunks for row in line]
+        if name == "naive":  # it has one micro-batch, however many the others have
+            across, line = chunks, line * len(chunks)
         colour, dashes, marker = _LINES[name]
         for axes, values in (
             (times, [row.median_s * 1e3 for row in line]),
             (bubbles, [row.bubble * 100 for row in line]),
             (memory, [max(row.peak_pss_MiB) for row in line]),
         ):
-            axes.plot(chunks, values, color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
+            axes.plot(across, values, color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
         times.fill_between(
-            chunks,
+            across,
             [min(row.rounds_s) * 1e3 for row in line],
             [max(row.rounds_s) * 1e3 for row in line],
             color=colour,

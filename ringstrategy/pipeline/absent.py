@@ -41,11 +41,12 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         """Refuse to mix absent with real tensors, and to extend a graph of autograd."""
         kwargs = kwargs or {}
+        if func is Tensor.copy_ and args[0].is_meta:
+            return args[0]  # load_state_dict() and weight averages copy into all parameters; here is no room for it
         mixed = False
         if len(args) != 1 or kwargs or not isinstance(args[0], cls):
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            # load_state_dict() copies into all parameters; here this does nothing.
-            mixed = func is not Tensor.copy_ and not all(tensor.is_meta for tensor in tensors)
+            mixed = not all(tensor.is_meta for tensor in tensors)
         if not mixed:
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             results = result if isinstance(result, (tuple, list)) else [result]

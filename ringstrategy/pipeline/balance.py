@@ -79,8 +79,7 @@ def check_balance(balance: Sequence[Any], layers: int, stages: int) -> tuple[int
         raise ValueError(f"{what} is for {len(balance)} stages, but there are {stages}")
     if sum(balance) != layers:
         raise ValueError(
-            f"{what} adds up to {sum(balance)} layers, but the module has {layers}; "
-            "`ringstrategy plan` lists them, and balance=None chooses by itself"
+            f"{what} adds up to {sum(balance)} layers, but the module has {layers}; balance=None chooses by itself"
         )
     return tuple(balance)
 

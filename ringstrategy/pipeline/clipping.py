@@ -41,12 +41,14 @@ def clip_grad_norm_(
         foreach: as in torch.
 
     Returns:
-        The norm before clipping, the same on every stage, in the dtype of this stage's gradients.
+        The norm before clipping, the same on every stage, in the dtype of the gradients (that of the parameters, where
+        this stage has none).
 
     Raises:
         RuntimeError: the norm is not finite; no gradient has been touched.
     """
-    holders = [parameter for parameter in parameters if parameter.grad is not None]
+    given = list(parameters)
+    holders = [parameter for parameter in given if parameter.grad is not None]
     gradients = [parameter.grad for parameter in holders if parameter.grad is not None and counts(parameter)]
     total = _combined_norm(gradients, float(norm_type), combine, foreach)
     if error_if_nonfinite and not total.isfinite():
@@ -54,7 +56,7 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of all stages' gradients is {total.item()}, so they cannot be clipped. "
             "Set error_if_nonfinite=False to scale them by it anyway."
         )
-    dtypes = [parameter.grad.dtype.to_real() for parameter in holders if parameter.grad is not None]
+    dtypes = [parameter.dtype.to_real() for parameter in holders or given]
     total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
     torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
     return total

@@ -24,7 +24,7 @@ from ringstrategy.pipeline.channels import Channel
 from ringstrategy.pipeline.micro_batches import merge
 from ringstrategy.pipeline.schedules import Action
 from ringstrategy.pipeline.stage import Pass
-from ringstrategy.pipeline.watched_channel import WatchedChannel
+from ringstrategy.pipeline.watched_channel import Waiting, WatchedChannel
 
 __all__ = ["Engine", "Run"]
 
@@ -68,7 +68,7 @@ class Engine:
     Args:
         stage: this rank's.
         channels: to every other stage.
-        waiting: context around every wait, given what is waited for.
+        waiting: context around every wait, given what is waited for and of which stage.
         on_error: is told of an error on this stage, after which the others cannot go on.
 
     Attributes:
@@ -82,7 +82,7 @@ class Engine:
         self,
         stage: int,
         channels: Mapping[int, Channel],
-        waiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        waiting: Waiting = lambda _, __: contextlib.nullcontext(),
         on_error: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.stage = stage

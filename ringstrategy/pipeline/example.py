@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -90,7 +92,8 @@ def first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ValueError(f"a {type(loader).__name__} without indices may not yield its first batch twice")
         sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        indices = next(iter(sampler))
+        with _unchanged_generators(loader, loader.sampler):
+            indices = next(iter(sampler))
         fetch = getattr(loader.dataset, "__getitems__", None)
         if loader.batch_sampler is None:
             return loader.collate_fn(loader.dataset[indices])
@@ -123,6 +126,18 @@ def _try(where: str, module: pl.LightningModule, run: Callable[[], Example | Non
     if example is None:
         log.info("No example input of the pipelined module from %s: it is not called there", where)
     return example
+
+
+@contextlib.contextmanager
+def _unchanged_generators(*owners: Any) -> Iterator[None]:
+    """Leave the generators that a loader and its sampler draw from as they are."""
+    found = [getattr(owner, "generator", None) for owner in owners]
+    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def _no_log(*args: Any, **kwargs: Any) -> None:

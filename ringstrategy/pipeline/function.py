@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ringstrategy.pipeline.engine import Place
 from ringstrategy.pipeline.stand_in import StandIn
@@ -65,8 +64,14 @@ class _Pipelined(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # torch's `once_differentiable` sees it only where `gradients` themselves have a graph.
+            raise RuntimeError(
+                "The gradient of the pipelined module was asked for with create_graph=True, but its stages cannot "
+                "differentiate twice: leave out what needs second derivatives (a gradient penalty, say), or train with "
+                "strategy='ring_ddp'."
+            )
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, *ctx.call.backward(gradients, keep))
 

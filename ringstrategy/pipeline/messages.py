@@ -132,7 +132,8 @@ def unpack(header: bytes | memoryview, payload: Tensor, tag: str, sender: str, d
     sent_tag, values = pickle.loads(header)
     if sent_tag != tag:
         raise WrongMessage(
-            f"The ranks went different ways: this rank waits for '{tag}' from {sender}, which sent '{sent_tag}'."
+            f"The ranks went different ways: this rank waits for '{tag}' from {sender}, which sent '{sent_tag}'. All "
+            "ranks must take the same path; one that alone catches an error, or skips a step, does not."
         )
     for index, slot in enumerate(values):
         if isinstance(slot, _Slot):

@@ -71,7 +71,10 @@ def choose_cut(
         balance = "size" if example is None else "time"
     costs = None if example is None else _measure(module, layers, example, chunks)
     if not isinstance(balance, str):
-        sizes = check_balance(balance, len(layers), stages)
+        try:
+            sizes = check_balance(balance, len(layers), stages)
+        except ValueError as error:
+            raise ValueError(f"{error}. Its layers: {', '.join(layer.name for layer in layers)}") from None
     elif len(layers) < stages:
         raise ValueError(
             f"{type(module).__name__} has {len(layers)} layers, too few for {stages} stages of at least one layer "
@@ -109,7 +112,7 @@ class PipelinePlan:
         self.name = name
         self.module = module
         self.cut = chosen
-        self._traces = Traces(module)
+        self._traces = Traces(module, chosen.anchors)
         self._programs: dict[int, tuple[StageProgram, ...]] = {}
         self.parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         users = self._users()

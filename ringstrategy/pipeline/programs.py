@@ -168,7 +168,8 @@ class _Assembler:
     def assemble(self, nodes: Sequence[fx.Node], sends: Sequence[fx.Node] | None) -> StageProgram:
         """The program that runs ``nodes`` and ends with ``sends``; with ``None`` it ends with the module's output."""
         for node in nodes:
-            self._places[node] = self._step(node.name, _runner(self._trace.module, node), node.args, node.kwargs)
+            name = str(node.target) if node.op == "call_module" else node.name
+            self._places[node] = self._step(name, _runner(self._trace.module, node), node.args, node.kwargs)
         results = list(sends) if sends is not None else [self._trace.output.args[0]]
         places = tuple(self._place(result) for result in results)
         parameters, buffers = used_state(

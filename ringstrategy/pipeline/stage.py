@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,7 +92,6 @@ class Pass:
 
     def __post_init__(self) -> None:
         self._kept: dict[int, _MicroBatch] = {}
-        self._owned = [False] * len(self.code.parameters)  # whether the sum is a tensor of our own
         self.gradients = [None] * len(self.code.parameters)
         self.input_gradients = [[None] * len(inputs) for inputs in self.inputs]
 
@@ -169,7 +169,7 @@ class Pass:
         ]
         if not roots:
             return nothing
-        with without_hooks(self.code.parameters):
+        with _each_told(self.code.parameters, self._add):
             found = iter(
                 torch.autograd.grad(
                     [output for output, _ in roots],
@@ -181,27 +181,31 @@ class Pass:
             )
         back = [next(found) if _wants_gradient(value) else None for value in micro_batch.received]
         self.input_gradients[number] = [next(found) if _wants_gradient(value) else None for value in micro_batch.inputs]
-        for place, gradient in enumerate(found):
-            self._add(place, gradient)
         return back
 
     def take_gradients(self) -> list[Tensor | None]:
         """The gradients of ``code.parameters``, summed over the micro-batches so far; counts from zero afterwards."""
         gradients, self.gradients = self.gradients, [None] * len(self.code.parameters)
-        self._owned = [False] * len(self.code.parameters)
         return gradients
 
-    def _add(self, place: int, gradient: Tensor | None) -> None:
+    def _add(self, place: int, gradient: Tensor) -> Tensor | None:
+        """Add a gradient to its sum.
+
+        Returns:
+            The sum, for autograd to keep instead of the gradient, whose memory is then free; None where they differ in
+            kind.
+        """
         total = self.gradients[place]
-        if gradient is None:
-            return
+        dense = gradient.layout == torch.strided
         if total is None:
-            self.gradients[place] = gradient
-        elif self._owned[place] and total.layout == gradient.layout == torch.strided:
+            # What autograd found may be shared with other gradients: a sum is a tensor of our own.
+            total = gradient.clone() if len(self.inputs) > 1 and dense else gradient
+        elif dense and total.layout == torch.strided:
             total.add_(gradient)
-        else:  # what autograd returned may be shared with other gradients
-            self.gradients[place] = total + gradient
-            self._owned[place] = True
+        else:
+            total, dense = total + gradient, False
+        self.gradients[place] = total
+        return total if dense else None
 
     def _compute(self, number: int, micro_batch: _MicroBatch, *, with_graph: bool, again: bool = False) -> list[Any]:
         arguments = [*micro_batch.received, *micro_batch.inputs]
@@ -247,3 +251,18 @@ def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks, before in hooked:
             hooks.update(before)
+
+
+@contextlib.contextmanager
+def _each_told(parameters: Sequence[nn.Parameter], tell: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """Tell each parameter's gradient as soon as a backward has found it: in the cache still, and not all at the end."""
+    with without_hooks(parameters):
+        handles = [
+            parameter.register_hook(partial(tell, place))  # type: ignore[no-untyped-call]
+            for place, parameter in enumerate(parameters)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -30,6 +30,7 @@ from ringstrategy.pipeline.placement import Part, Placement
 from ringstrategy.process_group import RankGroup
 
 __all__ = [
+    "drop_absent_state",
     "find_absent",
     "gather_optimizer_state",
     "gather_state_dict",
@@ -195,6 +196,13 @@ def keep_own_optimizer_state(state_dict: dict[str, Any], optimizer: Optimizer, p
         if placement.is_absent(parameter)
     }
     return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key not in absent}}
+
+
+def drop_absent_state(optimizer: Optimizer, placement: Placement) -> None:
+    """Let go of state that an optimizer has made for absent parameters beforehand, as Adagrad does."""
+    for parameter in _parameters(optimizer):
+        if placement.is_absent(parameter):
+            optimizer.state.pop(parameter, None)
 
 
 def find_absent(checkpoint: Mapping[str, Any]) -> str | None:

@@ -7,10 +7,11 @@ import functools
 import linecache
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, Node, Target
 from torch.fx.proxy import Proxy, TraceError
@@ -68,18 +69,22 @@ class LeafTracer(fx.Tracer):
     Args:
         module: the module; the ``forward`` of its class is traced, whatever that of the instance was replaced by.
         call: how it is called.
+        cut_at: submodules before which the module is cut already. They stay whole, what they lie in does not, whatever
+            hooks came or went since then.
 
     Attributes:
         constants: tensors that the forward makes from nothing, or has from elsewhere; by target of ``get_attr``.
     """
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: Call, cut_at: Iterable[str] = ()) -> None:
         super().__init__(autowrap_functions=_FUNCTIONS)
         self._autowrap_search += [torch, rnn]
         self.proxy_buffer_attributes = True
         self.constants: dict[str, Tensor] = {}
         self._module = module
         self._call = call
+        self._cut_at = frozenset(cut_at)
+        self._cut = {name[:end] for name in self._cut_at for end, letter in enumerate(name) if letter == "."}
         self._names: dict[nn.Module | int, str] = {child: name for name, child in module.named_modules()}
         for name, child in module.named_modules():
             for attribute, value in vars(child).items():
@@ -133,8 +138,16 @@ class LeafTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether to call ``m`` without looking into it."""
-        if is_hooked(m) or m._compiled_call_impl is not None:
+        if module_qualified_name in self._cut_at:
             return True
+        if is_hooked(m) or m._compiled_call_impl is not None:
+            if module_qualified_name not in self._cut:
+                return True
+            if is_hooked(m):
+                rank_zero_warn(
+                    f"Hooks on '{module_qualified_name}' of {type(self._module).__name__} do not run: they came after "
+                    "it was cut into stages. Register them before training starts, or on its layers."
+                )
         if isinstance(m, nn.Sequential) or _forward_of(m) in FORWARDS:
             return False
         return type(m).__module__.startswith(_LIBRARIES) or next(m.children(), None) is None
@@ -147,6 +160,8 @@ class LeafTracer(fx.Tracer):
         if target is None:  # made on the fly, e.g. `nn.Softmax(dim=1)(x)`
             return forward(*args, **kwargs)
         if not self.is_leaf_module(m, target):
+            if is_hooked(m):
+                forward = m.forward
             if (own := FORWARDS.get(_forward_of(m))) is not None:
                 forward = functools.partial(own, m)
             nodes = len(self.graph.nodes)

@@ -108,12 +108,13 @@ def find_module(lightning_module: pl.LightningModule, attribute: str | None = No
     )
 
 
-def trace(module: nn.Module, call: Call) -> Trace:
+def trace(module: nn.Module, call: Call, anchors: Iterable[Anchor] = ()) -> Trace:
     """Find the layers of a module, in its present state of training or evaluation.
 
     Args:
         module: any module; it is left as it is.
         call: how it is called.
+        anchors: where it is cut already.
 
     Returns:
         Its operations, by layer.
@@ -121,10 +122,10 @@ def trace(module: nn.Module, call: Call) -> Trace:
     Raises:
         UntraceableError: a ValueError that names the line of ``forward`` that cannot be traced, and the remedy.
     """
-    tracer = LeafTracer(module, call)
+    tracer = LeafTracer(module, call, (target for target, _ in anchors))
     graph = tracer.run()
     groups: list[list[fx.Node]] = [[]]
-    anchors: list[Anchor] = []
+    found: list[Anchor] = []
     calls: dict[str, int] = {}
     output = graph.output_node()
     for node in graph.nodes:
@@ -132,13 +133,13 @@ def trace(module: nn.Module, call: Call) -> Trace:
             continue  # there wherever they are used
         if node.op == "call_module":
             target = str(node.target)
-            anchors.append((target, calls.get(target, 0)))
-            calls[target] = anchors[-1][1] + 1
-            if len(anchors) > 1:
+            found.append((target, calls.get(target, 0)))
+            calls[target] = found[-1][1] + 1
+            if len(found) > 1:
                 groups.append([])
         groups[-1].append(node)
     layers = []
-    for number, ((target, nth), nodes) in enumerate(zip(anchors or [("", 0)], groups, strict=True)):
+    for number, ((target, nth), nodes) in enumerate(zip(found or [("", 0)], groups, strict=True)):
         parameters, buffers = used_state(module, nodes if number < len(groups) - 1 else [*nodes, output])
         name = f"{target} (call {nth + 1})" if nth else target
         layers.append(Layer(name or type(module).__name__, (target, nth), parameters, buffers))
@@ -150,10 +151,12 @@ class Traces:
 
     Args:
         module: the module.
+        anchors: where it is cut already.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, anchors: Iterable[Anchor] = ()) -> None:
         self._module = module
+        self._anchors = tuple(anchors)
         self._traces: dict[tuple[Call, tuple[int, ...]], Trace] = {}
 
     def get(self, call: Call) -> Trace:
@@ -164,7 +167,7 @@ class Traces:
         """
         key = (call, self._state())
         if key not in self._traces:
-            self._traces[key] = trace(self._module, call)
+            self._traces[key] = trace(self._module, call, self._anchors)
             if len(self._traces) == _MANY_TRACES:
                 rank_zero_warn(
                     f"{type(self._module).__name__} has been traced {_MANY_TRACES} times, once for each set of "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ringstrategy.pipeline.channels import Channel
 
-__all__ = ["WatchedChannel"]
+__all__ = ["Waiting", "WatchedChannel"]
+
+Waiting: TypeAlias = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 class WatchedChannel:
@@ -19,12 +21,10 @@ class WatchedChannel:
     Args:
         channel: to the other stage.
         stage: that stage.
-        waiting: context around everything that needs the other stage, given what for.
+        waiting: context around everything that needs the other stage, given what for and the stage.
     """
 
-    def __init__(
-        self, channel: Channel, stage: int, waiting: Callable[[str], contextlib.AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, channel: Channel, stage: int, waiting: Waiting) -> None:
         self._channel = channel
         self._stage = stage
         self._waiting = waiting
@@ -40,12 +40,12 @@ class WatchedChannel:
 
     def send(self, values: Sequence[Any], tag: str) -> None:
         """Send values. Never waits for the receiver."""
-        with self._waiting(f"stage {self._stage} ({tag})"):
+        with self._waiting(f"{tag} to stage {self._stage}", self._stage):
             self._channel.send(values, tag)
 
     def receive(self, tag: str) -> list[Any]:
         """Wait for the next message."""
-        with self._waiting(f"stage {self._stage} ({tag})"):
+        with self._waiting(f"{tag} of stage {self._stage}", self._stage):
             return self._channel.receive(tag)
 
     def expect(self, count: int) -> None:

@@ -37,6 +37,7 @@ from ringstrategy.pipeline.placement import Placement
 from ringstrategy.pipeline.plan import Balance, Cut, PipelinePlan, choose_cut
 from ringstrategy.pipeline.stage import CheckpointMode
 from ringstrategy.pipeline.state import (
+    drop_absent_state,
     find_absent,
     gather_optimizer_state,
     gather_state_dict,
@@ -213,12 +214,17 @@ class PipelineStrategy(RingDDPStrategy):
         assert self._monitor is not None
         stages, replicas = self.num_stages, self.num_replicas
         grid = [[replica * stages + stage for stage in range(stages)] for replica in range(replicas)]
-        with self._monitor.waiting("the other stages"):
-            self._stages = self._group.split(grid)
+        monitor = self._monitor
+        with monitor.waiting("the other stages"):
+            self._stages = stage_ranks = self._group.split(grid)
             self._replicas = self._group.split([list(column) for column in zip(*grid, strict=True)])
-            channels = connect(self._stages, self._transport)
-        self._engine = Engine(self.stage, channels, self._monitor.waiting, self._monitor.announce)
-        self._monitor.on_failure(self._engine.abort)
+            channels = connect(stage_ranks, self._transport)
+
+        def waiting(label: str, stage: int) -> contextlib.AbstractContextManager[None]:
+            return monitor.waiting(label, on=stage_ranks.ranks[stage].rank)
+
+        self._engine = Engine(self.stage, channels, waiting, monitor.announce)
+        monitor.on_failure(self._engine.abort)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -244,7 +250,10 @@ class PipelineStrategy(RingDDPStrategy):
             if self.num_replicas > 1:
                 self._connect_replicas()
             self.setup_optimizers(trainer)
-            _refuse_optimizers(self.optimizers)
+            _refuse_optimizers(self.optimizers, self.lightning_module)
+            assert self._placement is not None
+            for optimizer in self.optimizers:
+                drop_absent_state(optimizer, self._placement)
         self.setup_precision_plugin()
         if fitting:
             _lightning.optimizers_to_device(self.optimizers, self.root_device)
@@ -524,8 +533,18 @@ def _check_count(name: str, value: int | None) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
-def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
+def _refuse_optimizers(optimizers: list[Optimizer], module: pl.LightningModule | None) -> None:
+    assert module is not None
+    known = set(module.parameters())
     for optimizer in optimizers:
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if tensor not in known:
+                name = type(module).__name__
+                raise ValueError(
+                    f"{type(optimizer).__name__} optimises a tensor of shape {tuple(tensor.shape)} that is no "
+                    f"parameter of {name}, so nothing says which stage holds it. Register it, e.g. by self.scale = "
+                    f"nn.Parameter(...) in {name}.__init__."
+                )
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS decides on products over all parameters, of which a pipeline's stage holds some. Use another "

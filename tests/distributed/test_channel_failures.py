@@ -36,7 +36,7 @@ def _wrong_tag(rank: int, world_size: int, transport: Transport) -> str:
 def test_a_message_under_another_tag_is_an_error_with_both(transport: Transport) -> None:
     message = run_ranks(_wrong_tag, 2, transport)[0]
     assert "this rank waits for 'backward 5' from rank 1 (pid " in message
-    assert message.endswith("which sent 'forward 1'.")
+    assert "which sent 'forward 1'." in message
 
 
 def _aborted(rank: int, world_size: int, transport: Transport) -> float:

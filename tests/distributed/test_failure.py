@@ -173,6 +173,32 @@ def test_ranks_that_wait_for_different_things_are_told_so() -> None:
     assert any("(it waits for a logged value)" in t or "(it waits for gradients)" in t for t in texts), texts
 
 
+def _wait_in_a_chain(rank: int, world_size: int) -> str:
+    group, monitor = monitor_of(timeout=2.0)
+    group.exchange("everybody watches")
+    if rank == 1:  # it has come further than the others by their count, and has made them wait before
+        for _ in range(20):
+            with monitor.waiting("what is there at once"):
+                pass
+        with monitor.waiting("something", on=0):
+            time.sleep(1.0)
+        failure = failure_of(monitor)
+    else:
+        with monitor.waiting(f"a message of rank {2 - rank // 2}", on=2 - rank // 2):
+            failure = failure_of(monitor)
+    monitor.leave()
+    group.exchange("everybody knows")
+    monitor.close()
+    return str(failure)
+
+
+def test_the_rank_at_the_end_of_a_chain_of_waits_is_named() -> None:
+    """Symptom: stage 0 waits for stage 2, which waits for stage 1, and stage 2 is blamed."""
+    for text in run_ranks(_wait_in_a_chain, 3):
+        assert re.search(r"rank 1 failed first .* did not reach a message of rank [12] within 2 s", text)
+        assert "it waits for" not in text
+
+
 def _name_the_missing(rank: int, world_size: int) -> None:
     group, monitor = monitor_of(warn_after=1.0)
     control = Control(group, monitor)

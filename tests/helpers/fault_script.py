@@ -33,7 +33,9 @@ from ringstrategy.collectives.links import Link
 from tests.helpers.models import Batch, Regression, network, shard
 from tests.helpers.trainers import trainer_on_rank
 
-__all__ = ["PHASES", "Setting", "train_from_launcher", "train_on_rank"]
+__all__ = ["PHASES", "Ruined", "Schedule", "Setting", "train_from_launcher", "train_on_rank"]
+
+Schedule = Literal["gpipe", "1f1b"]
 
 # In the order in which a run meets them. All ranks have met, and watch each other, from `setup` to `train end`.
 PHASES = (
@@ -84,7 +86,7 @@ class Setting:
     devices: int = 2
     start_method: Literal["popen", "spawn", "fork"] = "popen"
     workers: int = 0
-    schedule: Literal["gpipe", "1f1b"] | None = None
+    schedule: Schedule | None = None
     stages: int | None = None
     transport: Literal["auto", "backend"] = "auto"
 

@@ -11,29 +11,19 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
-from ringstrategy import AtomicCheckpointIO
-from tests.helpers import fault_script
-from tests.helpers.checkpoints import unfinished_in
-from tests.helpers.fault_script import PHASES, Setting, train_from_launcher, train_on_rank
-from tests.helpers.ranks import Outcome, RanksFailedError, run_ranks
-from tests.helpers.scripts import Completed, run_script
+from tests.helpers.fault_script import Setting
+from tests.helpers.faults import (
+    TIMEOUT,
+    assert_ended_with_the_error,
+    assert_others_name_the_rank,
+    ruin,
+    ruin_launcher,
+    ruin_script,
+)
 
-# Seconds in which a run must end once the fault can be known. As a script it first starts, and its interpreters end,
-# which takes seconds of computing.
-END, SCRIPT_END = 10.0, 30.0
-# After this a silent rank is given up. In a sound run no rank may keep the others waiting for as long.
-TIMEOUT = {"exception": 60.0, "kill": 60.0, "stop": 5.0, "sleep": 5.0}
-# What the note says of the rank that failed first.
-REASONS = {
-    "exception": "ValueError: boom-on-rank-{rank}",
-    "kill": "the process is gone: it was killed, or exited on its own",
-    "stop": "(the process is stopped for more than 5 s|did not reach .* within 5 s)",
-    "sleep": "did not reach .* within 5 s",
-}
 START_AND_END = ("before meeting", "teardown")
-WATCHED = ("setup", *PHASES[PHASES.index("forward") : PHASES.index("teardown")])
+WATCHED = ("setup", "forward", "all-reduce", "validation", "checkpoint", "train end")
 Case = tuple[str, str, int, int]  # kind, phase, number of ranks, the one that fails
 
 
@@ -59,37 +49,6 @@ def matrix(all_cases: Iterable[Case], quick: set[Case] | None = None) -> pytest.
     return pytest.mark.parametrize(("kind", "phase", "world_size", "rank"), marked)
 
 
-def assert_soon(setting: Setting, allowed: float = END) -> None:
-    """The run has just ended, and no later than it may."""
-    allowed += setting.timeout if setting.kind in ("stop", "sleep") else 0.0
-    took = setting.seconds_since()
-    assert took < allowed, f"the last rank ended {took:.1f} s after the fault, more than {allowed:g} s"
-
-
-def assert_checkpoints_are_whole(setting: Setting) -> None:
-    """Every checkpoint loads, and the next start removes what was left unfinished."""
-    folder = setting.checkpoints
-    whole = sorted(folder.glob("*.ckpt"))
-    # One is written after every batch but the last, from the second on; the fault is in the third, or in the save.
-    past = PHASES.index(setting.phase)
-    least = 0 if past < PHASES.index("forward") else 1 if setting.phase == "checkpoint" else 2
-    assert len(whole) >= least
-    for path in whole:
-        assert len(torch.load(path, weights_only=True)["state_dict"]) == 4
-    assert len(unfinished_in(folder)) <= 1
-    AtomicCheckpointIO().save_checkpoint({}, folder / "next.ckpt")
-    assert sorted(folder.iterdir()) == sorted([*whole, folder / "next.ckpt"])
-
-
-def ruin(setting: Setting) -> list[Outcome]:
-    """Train on ranks without a launcher, and see how each ends."""
-    with pytest.raises(RanksFailedError) as failure:
-        run_ranks(train_on_rank, setting.devices, setting, timeout=40.0, grace=20.0)
-    assert_soon(setting)
-    assert_checkpoints_are_whole(setting)
-    return failure.value.outcomes
-
-
 QUICK: set[Case] = {
     ("exception", "forward", 2, 0),
     ("exception", "all-reduce", 2, 1),
@@ -103,15 +62,8 @@ QUICK: set[Case] = {
 def test_every_other_rank_ends_and_names_the_one_that_failed(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
-    outcomes = ruin(Setting(kind, rank, phase, str(tmp_path), TIMEOUT[kind], world_size))
-    expected = f"rank {rank} failed first .*{REASONS[kind].format(rank=rank)}"
-    for outcome in outcomes:
-        if outcome.rank != rank:
-            assert outcome.error_type in ("RankFailure", None), outcome.error
-            assert re.search(expected, f"{outcome.error}\n{outcome.output}"), outcome
-            assert "killed" not in (outcome.error or "").replace(REASONS["kill"], ""), "it did not end by itself"
-    own = outcomes[rank].error or ""
-    assert (f"boom-on-rank-{rank}" if kind == "exception" else "was killed by SIGKILL") in own
+    setting = Setting(kind, rank, phase, str(tmp_path), TIMEOUT[kind], world_size)
+    assert_others_name_the_rank(ruin(setting), setting)
 
 
 @matrix(("sleep", phase, 3, rank) for rank, phase in enumerate(("setup", "forward", "validation")))
@@ -145,26 +97,10 @@ def test_after_the_last_collective_the_others_finish(
 def test_forked_workers_end_and_the_launching_process_raises(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
-    setting = Setting(kind, rank, phase, str(tmp_path), TIMEOUT[kind], world_size, "fork")
-    with pytest.raises(RanksFailedError) as failure:
-        run_ranks(train_from_launcher, 1, setting, init=False, timeout=60.0)
-    assert_soon(setting)
-    assert_checkpoints_are_whole(setting)
-    (outcome,) = failure.value.outcomes
-    assert "left processes behind" not in str(outcome.error)
+    outcome = ruin_launcher(Setting(kind, rank, phase, str(tmp_path), TIMEOUT[kind], world_size, "fork"))
     assert outcome.error_type in ("ProcessRaisedException", "ProcessExitedException"), outcome.error
     named = f"boom-on-rank-{rank}|process {rank} terminated with signal SIGKILL|rank {rank} failed first"
     assert re.search(named, str(outcome.error)), outcome.error
-
-
-def ruin_script(setting: Setting, exit_codes: tuple[int, ...] = (1,)) -> Completed:
-    """Train as a script of its own that starts its ranks."""
-    completed = run_script(Path(fault_script.__file__), setting.to_json(), timeout=90.0, grace=SCRIPT_END)
-    assert completed.returncode in exit_codes, completed
-    assert not completed.leftover_pids, completed
-    assert_soon(setting, SCRIPT_END)
-    assert_checkpoints_are_whole(setting)
-    return completed
 
 
 @matrix(
@@ -175,14 +111,8 @@ def test_a_script_ends_with_the_error_of_the_rank_that_raised(
     tmp_path: Path, kind: str, phase: str, world_size: int, rank: int
 ) -> None:
     """Symptom: the main process never ends, and the real error is buried."""
-    completed = ruin_script(Setting(kind, rank, phase, str(tmp_path), devices=world_size))
-    errors = [line for line in completed.stderr.splitlines() if re.search(r"\w+(Error|Failure): ", line)]
-    assert errors
-    assert "boom-on-rank" in errors[0], completed
-    assert sum(re.fullmatch(rf"(\[rank{rank}\]: )?ValueError: boom-on-rank-{rank}", e) is not None for e in errors) == 1
-    if phase == "forward":
-        for other in set(range(world_size)) - {rank}:
-            assert re.search(rf"rank {other}: rank {rank} failed first .*boom-on-rank-{rank}", completed.stderr)
+    setting = Setting(kind, rank, phase, str(tmp_path), devices=world_size)
+    assert_ended_with_the_error(ruin_script(setting), setting)
 
 
 @matrix((*cases(("kill",), START_AND_END, (2,)), ("kill", "forward", 3, 0), ("kill", "forward", 3, 1)))

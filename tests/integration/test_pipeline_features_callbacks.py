@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import logging
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,17 +26,17 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers.compare import Result, result_of
 from tests.helpers.features import feature
 from tests.helpers.pipelines import (
-    Batch,
     Classification,
     Pipelined,
     assert_like_one_process,
     fit_alone,
     fit_stages,
+    layered,
     rows,
     run_alone,
     run_stages,
@@ -142,23 +144,21 @@ def test_timer(seconds_per_batch: list[int], steps: int) -> None:
 
 
 class _Shown(Classification):
-    """Has an input to show sizes of."""
+    """Nested, and with an input to show the sizes of."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(nn.Sequential(nn.Linear(8, 8).double(), layered()))
         self.example_input_array = torch.ones(6, 8, dtype=torch.float64)
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.net(inputs)
         return output
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        return super().training_step(batch, batch_idx)
-
 
 def _fit_shown(place: Pipelined, callback: Callback, options: dict[str, Any]) -> tuple[Result, str]:
     module = _Shown()
     shown = io.StringIO()
+    logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(shown))
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         trainer = place.trainer(callbacks=[callback], **options)
         trainer.fit(module, rows(), rows())
@@ -183,15 +183,24 @@ def test_progress_bars(bar: Callback) -> None:
 @feature(
     _GROUP,
     "`ModelSummary`, `RichModelSummary`",
-    tried="all layers, with the sizes of their inputs and outputs",
-    outcome="",
+    tried="nested layers, of which one lies on two stages, with the sizes of their inputs and outputs",
+    outcome="parameters of the whole model; sizes and FLOPs only of layers on the first stage, for a micro-batch",
 )
 @pytest.mark.parametrize("summary", [ModelSummary(max_depth=-1), RichModelSummary(max_depth=-1)], ids=["plain", "rich"])
 def test_summaries(summary: Callback) -> None:
     options = {"enable_model_summary": True}
-    ranks = run_stages(_fit_shown, 2, summary, options, chunks=2)
-    alone = run_alone(_fit_shown, summary, options)
-    for _, shown in (*ranks, alone):
-        print(shown)
-    assert_like_one_process([result for result, _ in ranks], alone[0])
-    assert 0
+    ranks = run_stages(_fit_shown, 2, summary, options, chunks=2, balance=[3, 3])
+    alone, expected = run_alone(_fit_shown, summary, options)
+    assert_like_one_process([result for result, _ in ranks], alone)
+    assert [_layers(shown) for _, shown in ranks] == [_layers(expected), []]
+    (_, shown), _ = ranks
+    assert len(_layers(shown)) == 8
+    assert "252" in shown
+    assert shown.count("[3, 8]") == 6
+    assert "Hooks on '1' of Sequential do not run" in shown
+
+
+def _layers(summary: str) -> list[list[str]]:
+    """Names, types and numbers of parameters of a summary's layers."""
+    rows = (re.split(r" *[|│] *", line.strip(" │")) for line in summary.splitlines())
+    return [row[:4] for row in rows if row[0].isdigit() and row[1].startswith("net")]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringstrategy import PipelineStrategy
-from tests.helpers.pipelines import SCHEDULES, Batch, Classification, batches, fit_stages, layered
+from tests.helpers.pipelines import Batch, Classification, batches, fit_stages, layered
 from tests.helpers.ranks import RanksFailedError
 from tests.helpers.trainers import trainer_on_rank
 
@@ -102,6 +102,14 @@ class _Manual(Classification):
         self.automatic_optimization = False
 
 
+class _OptimisesMore(Classification):
+    """Trains a parameter that is no parameter of the module."""
+
+    def configure_optimizers(self) -> Any:
+        self.hidden = [nn.Parameter(torch.ones((), dtype=torch.float64))]
+        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
+
+
 def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters)
 
@@ -115,7 +123,7 @@ def _untraceable() -> Classification:
 
 
 _MODULES: dict[str, tuple[int, Any, dict[str, Any], list[str]]] = {
-    "too few layers in the balance": (2, Classification, {"balance": [2, 2]}, ["[2, 2]", "4 layers", "has 5"]),
+    "too few layers in the balance": (2, Classification, {"balance": [2, 2]}, ["[2, 2]", "4 layers", "has 5", ": 0, 1, 2, 3, 4"]),
     "too many layers in the balance": (2, Classification, {"balance": [3, 3]}, ["[3, 3]", "6 layers", "has 5"]),
     "more stages than layers": (4, _three_layers, {}, ["3 layers", "4 stages"]),
     "untraceable": (2, _untraceable, {}, ["_Untraceable", "if hidden.sum() > 0", "module="]),
@@ -123,6 +131,7 @@ _MODULES: dict[str, tuple[int, Any, dict[str, Any], list[str]]] = {
     "two modules": (2, _TwoModules, {}, ["_TwoModules", "net, other", "module="]),
     "no such module": (2, Classification, {"module": "network"}, ["'network'", "net"]),
     "optimizer over products": (2, partial(Classification, optimizer=_lbfgs), {}, ["LBFGS", "ring_ddp"]),
+    "optimizer over other parameters": (2, _OptimisesMore, {}, ["SGD", "no parameter of _OptimisesMore"]),
     "manual optimization": (2, _Manual, {"schedule": "1f1b"}, ["manual optimization", "gpipe"]),
     "never called": (2, _NeverCalls, {"module": "net", "schedule": "1f1b"}, ["_NeverCalls", "'net'", "module="]),
 }
@@ -162,6 +171,16 @@ class _DifferentiatesTwice(Classification):
         return loss + gradient.square().sum()
 
 
+class _PenalisesGradients(Classification):
+    """The same penalty on the gradient of the outputs, which is computed from a constant."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        output = self.net(inputs)
+        (gradient,) = torch.autograd.grad(output, inputs, torch.ones_like(output), create_graph=True)
+        return F.cross_entropy(output, batch[1]) + gradient.square().sum()
+
+
 class _UsesWeights(Classification):
     """Asks for a weight that another stage holds."""
 
@@ -173,6 +192,7 @@ _STEPS: dict[str, tuple[Any, str, str]] = {
     "two calls": (_CallsTwice, "1f1b", "training_step calls the pipelined module more than once"),
     "a loss for some micro-batches": (_SometimesNone, "1f1b", "a loss for some micro-batches"),
     "a gradient of a gradient": (_DifferentiatesTwice, "gpipe", "differentiate twice"),
+    "a gradient penalty": (_PenalisesGradients, "gpipe", "differentiate twice"),
     "weights of other stages": (_UsesWeights, "gpipe", "does not hold parameter 'net.0.weight' (stage 0 does)"),
 }
 
@@ -185,18 +205,3 @@ def test_steps_that_cannot_be_pipelined(what: str) -> None:
         fit_stages(2, build, chunks=4, schedule=schedule)
     for outcome in refusal.value.outcomes:
         assert message in str(outcome.error), outcome.error
-
-
-class _StepsAsItLikes(Classification):
-    """Returns no loss for one batch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        loss = self.loss(batch)
-        return None if batch_idx == 1 else loss
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_without_a_loss_is_skipped(schedule: str) -> None:
-    """Symptom: the stages before the last one wait for gradients that never come."""
-    ranks = fit_stages(2, _StepsAsItLikes, chunks=4, schedule=schedule)
-    assert [rank.global_step for rank in ranks] == [3, 3]

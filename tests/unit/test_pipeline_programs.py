@@ -208,7 +208,7 @@ def test_errors_name_the_operation() -> None:
     first, second = cut(trace, [("1", 0)])
     with pytest.raises(RuntimeError) as caught:
         second(first((), [torch.zeros(2, 4)]), [None])
-    assert caught.value.__notes__ == ["while '_1' of the pipelined module ran"]
+    assert caught.value.__notes__ == ["while '1' of the pipelined module ran"]
     with pytest.raises(ValueError, match=r"takes 1 values \(_0\), not 0"):
         second((), [None])
 

@@ -255,3 +255,25 @@ def test_a_padding_mask_keeps_an_encoder_with_nested_tensors_whole() -> None:
     layers = ["encoder.layers.0", "encoder.layers.1"]
     assert _names(trace(Encodes(nested=True), _call(x))) == layers
     assert _names(trace(Encodes(nested=False), _call(x, padding))) == layers
+
+
+def test_a_cut_outlasts_hooks_that_come_and_go() -> None:
+    """Symptom: a summary or a profiler hooks all modules, and the stages no longer find where they begin."""
+    module = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Sequential(nn.Tanh()))
+    anchors = [("1.1", 0)]
+    seen: list[Any] = []
+    handles = [child.register_forward_hook(lambda *_: seen.append(1)) for child in (module[1], module[2])]
+    assert _names(trace(module, _call())) == ["0", "1", "2"]
+    with pytest.warns(UserWarning, match="Hooks on '1' of Sequential do not run"):
+        hooked = trace(module, _call(), anchors)
+    assert _names(hooked) == ["0", "1.0", "1.1", "2"]
+    assert not seen
+    inputs = torch.randn(2, 4)
+    values: tuple[Any, ...] = ()
+    for program in cut(hooked, anchors):
+        values = program(values, [inputs if 0 in program.inputs else None])
+    torch.testing.assert_close(values[0], module(inputs))
+    assert len(seen) == 1 + 2
+    for handle in handles:
+        handle.remove()
+    assert _names(trace(module, _call(), [("1", 0)])) == ["0", "1", "2.0"]

@@ -1,4 +1,4 @@
-"""Saving and loading in the middle of training, and what a module is good for in it and after it."""
+"""What a module is good for during training and after it, under a pipeline."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import copy
 import io
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
-from torch import Tensor, nn
+from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 from tests.helpers.compare import Result, result_of
+from tests.helpers.features import feature
 from tests.helpers.pipelines import (
-    Batch,
     Classification,
     Pipelined,
     assert_like_one_process,
@@ -28,119 +26,10 @@ from tests.helpers.pipelines import (
     run_alone,
     run_stages,
 )
-from tests.helpers.ranks import RanksFailedError
+
+_GROUP = "The module during and after training"
 
 _TOLERANCE = 1e-9
-
-
-class _Scheduled(Classification):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
-
-
-class _SavesInTheMiddle(Callback):
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 4:
-            trainer.save_checkpoint(self._path)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What a rank knows of its checkpoints, and, on rank 0, all files."""
-
-    best: dict[str, Tensor]
-    paths: list[str]
-    files: dict[str, Any]
-    tested: Any
-    predicted: list[Tensor]
-
-
-def _keep(place: Pipelined, folder: Path, in_background: bool) -> _Kept:
-    folder = folder / str(place.world_size)
-    best = ModelCheckpoint(
-        folder / "best",
-        monitor="val_loss",
-        mode="max",
-        save_top_k=2,
-        save_last=True if in_background else "link",
-        filename="{epoch}-{step}",
-    )
-    regular = ModelCheckpoint(folder / "regular", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    trainer = place.trainer(
-        max_epochs=4,
-        callbacks=[best, regular, _SavesInTheMiddle(folder / "middle.ckpt")],
-        plugins=[AsyncCheckpointIO()] if in_background else [],
-        enable_checkpointing=True,
-    )
-    module = _Scheduled()
-    trainer.fit(module, batches(12, 12, 12), batches(12, 5))
-    # Each load below restores what the callbacks knew when that file was written.
-    best_of, paths = dict(best.best_k_models), [best.best_model_path, best.last_model_path]
-    predicted: Any = trainer.predict(module, batches(12, 5), ckpt_path=best.last_model_path)
-    best.best_model_path = paths[0]
-    tested = trainer.test(module, batches(12, 5), ckpt_path="best", verbose=False)
-    files = sorted(folder.rglob("*.ckpt")) if place.rank == 0 else []
-    return _Kept(
-        best={Path(path).name: score for path, score in best_of.items()},
-        paths=[str(Path(path).relative_to(folder)) for path in paths],
-        files={str(path.relative_to(folder)): torch.load(path, weights_only=True) for path in files},
-        tested=tested,
-        predicted=predicted,
-    )
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_checkpoints_of_callbacks(schedule: str, in_background: bool, tmp_path: Path) -> None:
-    """Symptom: a save in the middle of training holds one stage, or another step's weights; other files are kept."""
-    ranks = run_stages(_keep, 2, tmp_path, in_background, chunks=3, schedule=schedule)
-    alone = run_alone(_keep, tmp_path, in_background)
-    assert len(alone.files) == 2 + 1 + 6 + 1
-    assert alone.predicted[1].shape == (5, 4)
-    for rank in ranks:
-        assert rank.paths == alone.paths
-        for ours, theirs in ((rank.best, alone.best), (rank.predicted, alone.predicted), (rank.tested, alone.tested)):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=_TOLERANCE)
-    assert list(ranks[0].files) == list(alone.files)
-    for name, checkpoint in alone.files.items():
-        ours = ranks[0].files[name]
-        for key in ("state_dict", "optimizer_states"):
-            torch.testing.assert_close(ours[key], checkpoint[key], rtol=0, atol=_TOLERANCE, msg=f"{name}: {key}")
-        for key in ("lr_schedulers", "loops", "global_step", "epoch"):
-            assert ours[key] == checkpoint[key], f"{name}: {key}"
-
-
-class _Fails(Classification):
-    """Fails in the fourth step, on some ranks."""
-
-    def __init__(self, rank: int, failing: set[int]) -> None:
-        super().__init__()
-        self._fails = rank in failing
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        if batch_idx == 3 and self._fails:
-            raise ValueError("no luck")
-        return super().training_step(batch, batch_idx)
-
-
-def _fail_and_save(place: Pipelined, folder: Path, failing: set[int]) -> None:
-    trainer = place.trainer(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-    trainer.fit(_Fails(place.rank, failing), batches(*[12] * 6))
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=["stage 0", "stage 1", "both stages"])
-def test_no_half_a_checkpoint_after_a_failure(failing: set[int], tmp_path: Path) -> None:
-    """Symptom: the rank that failed waits for the others' weights; or a file without them looks like a checkpoint."""
-    with pytest.raises(RanksFailedError, match="ValueError: no luck") as raised:
-        run_stages(_fail_and_save, 2, tmp_path, failing, chunks=2)
-    outcomes = raised.value.outcomes
-    assert all(outcome.error_type in ("ValueError", "RankFailure") for outcome in outcomes)
-    assert "No checkpoint was written" in outcomes[0].output
-    assert list(tmp_path.iterdir()) == []
 
 
 def _use(module: Classification) -> dict[str, Any]:
@@ -180,6 +69,13 @@ def _use_between_fits(place: Pipelined, folder: Path) -> tuple[dict[str, Any], R
     return found, result_of(second, module)
 
 
+@feature(
+    _GROUP,
+    "The module after `fit`",
+    tried="called, differentiated, saved, copied, pickled, evaluated, asked for predictions, trained on by the same "
+    "Trainer and by another, both schedules",
+    outcome="whole on every rank; like one process, with the checkpoint of one process",
+)
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_module_is_whole_between_fits(schedule: str, tmp_path: Path) -> None:
     """Symptom: after training the module computes with other stages' layers, or cannot be saved, copied or pickled."""
@@ -227,6 +123,12 @@ def _copy_in_the_middle(place: Pipelined) -> tuple[list[dict[str, Any]], Result]
     return copies.found, result_of(trainer, module)
 
 
+@feature(
+    _GROUP,
+    "`copy.deepcopy` and pickle of the module in a callback",
+    tried="after every batch, both schedules",
+    outcome="a copy has what this stage holds; calling it is an error that says so; training is not disturbed",
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_copies_in_the_middle_of_training(schedule: str) -> None:
     """Symptom: a copy talks to the other stages when it is called, or computes with layers that it does not have."""
@@ -259,6 +161,12 @@ def _fit_for_rank_zero(place: Pipelined, path: Path) -> dict[str, Any]:
     }
 
 
+@feature(
+    _GROUP,
+    '`whole_after_fit="rank_zero"`',
+    tried="training, a checkpoint, `test`, training on",
+    outcome="other ranks are without the layers of other stages between the runs; like one process",
+)
 def test_whole_on_the_first_rank_alone(tmp_path: Path) -> None:
     """Symptom: other ranks get what they have no room for; or nothing can follow, for they have no values to share."""
     ranks = run_stages(
