@@ -47,6 +47,7 @@ __all__ = [
     "all_gather",
     "bare",
     "batch_value",
+    "draws_graph",
     "keep_samplers",
     "metric_state",
     "move_own",
@@ -71,6 +72,11 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 def keep_samplers(trainer: pl.Trainer) -> None:
     """Leave the loaders' own samplers alone, whether or not the user has said so."""
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def draws_graph(trainer: pl.Trainer) -> bool:
+    """Whether a logger wants to trace the module, to draw it (``TensorBoardLogger(log_graph=True)``)."""
+    return any(getattr(logger, "_log_graph", False) for logger in trainer.loggers)
 
 
 def move_own(module: pl.LightningModule, device: torch.device) -> None:

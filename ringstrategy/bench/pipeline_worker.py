@@ -20,10 +20,9 @@ from ringstrategy.bench import BenchError
 from ringstrategy.bench.contenders import Bench, Contender, build_contender
 from ringstrategy.bench.memory import PeakPss
 from ringstrategy.bench.models import SyntheticBatches, SyntheticClassifier, build_network
-from ringstrategy.pipeline.calls import flatten_call
+from ringstrategy.pipeline.calls import Example, flatten_call
 from ringstrategy.pipeline.connect import connect
 from ringstrategy.pipeline.engine import Engine
-from ringstrategy.pipeline.example import Example
 from ringstrategy.pipeline.placement import Placement
 from ringstrategy.pipeline.plan import Cut, PipelinePlan, choose_cut
 from ringstrategy.pipeline.schedules import Action

@@ -157,8 +157,7 @@ def _cut(module: nn.Module, args: argparse.Namespace, chunks: int) -> Cut:
     """
     import torch
 
-    from ringstrategy.pipeline.calls import flatten_call
-    from ringstrategy.pipeline.example import Example
+    from ringstrategy.pipeline.calls import Example, flatten_call
     from ringstrategy.pipeline.plan import choose_cut
 
     example = Example(*flatten_call((torch.randn(args.batch, 3, args.size, args.size),), {}))

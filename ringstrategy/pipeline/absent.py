@@ -43,6 +43,8 @@ class AbsentParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is Tensor.copy_ and args[0].is_meta:
             return args[0]  # load_state_dict() and weight averages copy into all parameters; here is no room for it
+        if func in (torch.equal, Tensor.equal) and all(isinstance(arg, nn.Parameter) for arg in args):
+            return args[0] is args[1]  # how Lightning's BaseFinetuning looks for a parameter in an optimizer
         mixed = False
         if len(args) != 1 or kwargs or not isinstance(args[0], cls):
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -101,18 +103,19 @@ def take_memory(parameter: nn.Parameter, modules: Sequence[nn.Module], absence: 
     other = _alike(parameter, empty, AbsentParameter if plain else type(parameter))
     if plain:
         vars(other)["absence"] = absence
+    for module in modules:
+        # What hooks like torch.nn.utils.weight_norm's make of parameters before every forward.
+        made = {key: value for key, value in vars(module).items() if isinstance(value, Tensor) and value.grad_fn}
+        vars(module).update({key: value.detach().to("meta") for key, value in made.items()})
+        del made
     try:
-        exchange(parameter, other, modules)
-    except RuntimeError:
-        gc.collect()  # what uses it may be in a cycle that nobody reaches any more
-        try:
-            exchange(parameter, other, modules)
-        except RuntimeError as error:
-            why = "a tensor that was computed from it (an output, a loss, a view) is still alive"
-            if "weakref" in str(error):
-                why = "somebody keeps a weak reference to it"
-            problem = f"{absence}, but cannot let go of it: {why}. Delete that before training starts."
-            raise RuntimeError(problem) from error
+        _exchange_patiently(parameter, other, modules)
+    except RuntimeError as error:
+        why = "a tensor that was computed from it (an output, a loss, a view) is still alive"
+        if "weakref" in str(error):
+            why = "somebody keeps a weak reference to it"
+        problem = f"{absence}, but cannot let go of it: {why}. Delete that before training starts."
+        raise RuntimeError(problem) from error
     return other
 
 
@@ -121,7 +124,7 @@ def give_memory(parameter: nn.Parameter, modules: Sequence[nn.Module], value: Te
     kind = nn.Parameter if isinstance(parameter, AbsentParameter) else type(parameter)
     other = _alike(parameter, value, kind)
     vars(other).pop("absence", None)
-    exchange(parameter, other, modules)
+    _exchange_patiently(parameter, other, modules)
 
 
 def exchange(parameter: Tensor, other: Tensor, modules: Sequence[nn.Module]) -> None:
@@ -145,6 +148,15 @@ def exchange(parameter: Tensor, other: Tensor, modules: Sequence[nn.Module]) -> 
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, hooks) is not None:
             setattr(parameter, hooks, getattr(parameter, hooks))
+
+
+def _exchange_patiently(parameter: Tensor, other: Tensor, modules: Sequence[nn.Module]) -> None:
+    """Exchange two parameters; what uses the first may be in a cycle that nobody reaches any more."""
+    try:
+        exchange(parameter, other, modules)
+    except RuntimeError:
+        gc.collect()
+        exchange(parameter, other, modules)
 
 
 def _alike(parameter: nn.Parameter, value: Tensor, kind: type[nn.Parameter]) -> nn.Parameter:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "flatten_call"]
+__all__ = ["Call", "Example", "flatten_call"]
 
 # Values of these types are written into a trace as they are: they cannot change behind its back.
 _CONSTANTS = (
@@ -68,6 +68,19 @@ class Call:
         leaves = [next(remaining) if kind is Tensor else value for kind, value in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of the pipelined module.
+
+    Attributes:
+        tensors: those among them, flattened.
+        call: all the rest.
+    """
+
+    tensors: list[Tensor]
+    call: Call
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Call]:

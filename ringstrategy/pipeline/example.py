@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,26 +13,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy.pipeline.calls import Call, flatten_call
+from ringstrategy.pipeline.calls import Example, flatten_call
 from ringstrategy.pipeline.function import PipelinedForward
 from ringstrategy.pipeline.side_effects import SideEffects, unchanged_buffers
 
-__all__ = ["Example", "captured_call", "find_example", "first_batch"]
+__all__ = ["captured_call", "find_example", "first_batch"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Example:
-    """Arguments of the pipelined module.
-
-    Attributes:
-        tensors: those among them, flattened.
-        call: all the rest.
-    """
-
-    tensors: list[Tensor]
-    call: Call
 
 
 def find_example(module: pl.LightningModule, pipelined: nn.Module, trainer: pl.Trainer | None) -> Example | None:

@@ -224,7 +224,7 @@ class _Running:
         self.results.append(result)
         loss = _loss_of(result)
         if loss is not None:
-            self.journal.note_loss(loss)
+            self.journal.note_loss(number, loss)
         self._roots[number] = calls[0], self._differentiate(number, loss, calls[0])
 
     def _differentiate(self, number: int, loss: Tensor | None, outputs: list[Tensor]) -> list[Tensor | None]:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ringstrategy.pipeline.balance import check_balance, partition
-from ringstrategy.pipeline.calls import Call, flatten_call
+from ringstrategy.pipeline.calls import Call, Example, flatten_call
 from ringstrategy.pipeline.costs import LayerCost, balance_costs, measure, parameter_bytes
-from ringstrategy.pipeline.example import Example
 from ringstrategy.pipeline.micro_batches import micro_batch_sizes, rows_of, split
 from ringstrategy.pipeline.programs import StageProgram, cut
 from ringstrategy.pipeline.tracing import Anchor, Layer, Trace, Traces, common_layers

@@ -90,7 +90,7 @@ class Journal:
     def __init__(self) -> None:
         # By name: values by micro-batch, options, and the micro-batches' sizes if they were given.
         self._records: dict[str, tuple[dict[int, Any], dict[str, Any], dict[int, int]]] = {}
-        self._losses: set[int] = set()
+        self._losses: dict[int, Tensor] = {}  # by micro-batch
 
     @contextlib.contextmanager
     def of(self, module: pl.LightningModule, number: int) -> Iterator[None]:
@@ -116,9 +116,15 @@ class Journal:
         finally:
             del module.log, module.log_dict
 
-    def note_loss(self, loss: Tensor) -> None:
-        """What is logged of this tensor is a loss, whatever its name."""
-        self._losses.add(loss.data_ptr())
+    def note_loss(self, number: int, loss: Tensor) -> None:
+        """This tensor, or its value, is the loss of a micro-batch, under whatever name it is logged."""
+        self._losses[number] = loss.detach()
+
+    def _is_loss(self, number: int, value: Any) -> bool:
+        loss = self._losses.get(number)
+        if loss is None or not isinstance(value, (Tensor, float)):
+            return False
+        return value.data_ptr() == loss.data_ptr() if isinstance(value, Tensor) else value == loss.item()
 
     def entries(self, weights: Weights) -> list[Entry]:
         """What to log for the whole batch."""
@@ -135,8 +141,9 @@ class Journal:
             batch_values = {number: value.value for number, value in values.items()}
             known = all(isinstance(value, (Tensor, float, int)) for value in batch_values.values())
             return MetricRef(first.name, weights.mean(batch_values) if known else None)
-        if all(isinstance(value, Tensor) and value.data_ptr() in self._losses for value in values.values()):
-            return weights.whole_loss(values)
+        counted = {number: value for number, value in values.items() if weights.loss[number]}
+        if counted and all(self._is_loss(number, value) for number, value in counted.items()):
+            return sum(value * weights.loss[number] for number, value in counted.items())
         for names, combine in _REDUCTIONS:
             if reduce_fx in names:
                 return combine(torch.stack([torch.as_tensor(value) for value in values.values()]), dim=0)

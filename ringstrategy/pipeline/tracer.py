@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, Node, Target
 from torch.fx.proxy import Proxy, TraceError
@@ -48,10 +49,9 @@ class UntraceableError(ValueError):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks run when ``module`` is called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Whether hooks run when ``module`` is called, for which it has to stay whole."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not _labels_times(hook) for registered in hooks for hook in registered.values())
 
 
 class LeafTracer(fx.Tracer):
@@ -160,10 +160,8 @@ class LeafTracer(fx.Tracer):
         if target is None:  # made on the fly, e.g. `nn.Softmax(dim=1)(x)`
             return forward(*args, **kwargs)
         if not self.is_leaf_module(m, target):
-            if is_hooked(m):
-                forward = m.forward
-            if (own := FORWARDS.get(_forward_of(m))) is not None:
-                forward = functools.partial(own, m)
+            own = FORWARDS.get(_forward_of(m))
+            forward = m.forward if own is None else functools.partial(own, m)  # without hooks
             nodes = len(self.graph.nodes)
             effects = SideEffects(m)
             with contextlib.suppress(Exception):
@@ -247,6 +245,12 @@ class LeafTracer(fx.Tracer):
             self.constants[name] = tensor
             self._names[id(tensor)] = name
         return self.create_node("get_attr", name, (), {})
+
+
+def _labels_times(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the PyTorchProfiler's: a module would be cut elsewhere while its time is taken."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return isinstance(getattr(function, "__self__", None), RegisterRecordFunction)
 
 
 def _forward_of(module: nn.Module) -> Any:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
@@ -232,6 +233,16 @@ class PipelineStrategy(RingDDPStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and _lightning.draws_graph(trainer):
+            raise ValueError(
+                "A logger with log_graph=True traces the module in one process, but every stage holds a part of it. "
+                "Leave log_graph=False; `ringstrategy plan` and the table of stages show how a module is cut."
+            )
+        if fitting and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "ModelPruning replaces parameters while the module trains, but a stage holds those that it has from "
+                "the start. Prune after `fit`, when the module is whole, with torch.nn.utils.prune."
+            )
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         if self.num_replicas == 1:
@@ -271,7 +282,9 @@ class PipelineStrategy(RingDDPStrategy):
         if fitting:
             trainer.fit_loop.setup_data()  # collective; a little earlier than otherwise, for an example of a batch
         decision: Cut | ValueError | None = None
-        if self.global_rank == 0:
+        if self._plan is not None and self._plan.module is pipelined and not fitting:
+            decision = self._plan.cut  # is evaluated as it was trained
+        elif self.global_rank == 0:
             try:
                 example = find_example(module, pipelined, trainer if fitting else None)
                 recompute = self._checkpoint != "never"

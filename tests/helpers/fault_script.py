@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -100,6 +100,11 @@ class Setting:
         return Path(self.folder) / "checkpoints"
 
     @property
+    def after_failure(self) -> Path:
+        """Where the run saves what is left after an exception."""
+        return Path(self.folder) / "after failure"
+
+    @property
     def _struck(self) -> Path:
         return Path(self.folder) / "struck"
 
@@ -172,7 +177,7 @@ class Ruined(Regression):
             return
         self._computed[layer] += 1
         if output.requires_grad:
-            output.register_hook(lambda _: self._strike("backward"))
+            output.register_hook(lambda _: self._strike("backward"))  # type: ignore[no-untyped-call]
         if self._computed[layer] == 1:
             self._strike("first micro-batch")
         elif self._computed[layer] == _CHUNKS // 2:
@@ -300,9 +305,12 @@ def train(setting: Setting, rank: int = 0, trainer: Callable[..., pl.Trainer] = 
         rank: whose share of the data is taken; what the ranks compute does not matter here.
         trainer: makes the Trainer.
     """
+    callbacks: list[pl.Callback] = [ModelCheckpoint(setting.checkpoints, every_n_train_steps=1, save_top_k=-1)]
+    if setting.schedule is not None and setting.start_method == "popen":
+        callbacks.append(OnExceptionCheckpoint(setting.after_failure))
     options: dict[str, Any] = {
         "strategy": _strategy(setting),
-        "callbacks": [ModelCheckpoint(setting.checkpoints, every_n_train_steps=1, save_top_k=-1)],
+        "callbacks": callbacks,
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": True,

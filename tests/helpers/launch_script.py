@@ -1,18 +1,21 @@
 """One training to be launched in every way there is; as a script it says how it ended.
 
-Commands: ``fit STRATEGY`` trains once, ``twice`` with two trainers in turn, ``cli ...`` as a LightningCLI; ``late``
-ranks go on after the training, one ``late RANK`` fails there.
+Commands: ``fit STRATEGY`` trains once, ``nodes STRATEGY`` on one rank of each of two nodes, ``twice STRATEGY`` with two
+trainers in turn, ``cli ...`` as a LightningCLI; ``late`` ranks go on after the training, one ``late RANK`` fails there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ringstrategy import RingDDPStrategy
+from ringstrategy.process_group import Host
 from tests.helpers.models import Batch, Regression, shard
 
 __all__ = ["BATCH_SIZE", "ROWS", "WORLD_SIZE", "Sharded", "Used", "digest", "fit", "trainer", "twice"]
@@ -50,12 +54,16 @@ class Sharded(Regression):
 
 
 class Used(NamedTuple):
-    """What came out of a trainer: parameters, losses before and after training, and the number of all-reduces."""
+    """What came out of a trainer: parameters, losses before and after training, and the number of all-reduces.
+
+    ``predicted`` is the mean over this rank's batches, the other losses are those that were logged.
+    """
 
     parameters: str
     before: float
     validated: float
     tested: float
+    predicted: float
     all_reduces: int
 
 
@@ -68,6 +76,7 @@ def digest(module: torch.nn.Module) -> str:
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A Trainer that starts two ranks."""
     defaults = {
+        "devices": WORLD_SIZE,
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -76,16 +85,23 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
     }
-    return pl.Trainer(accelerator="cpu", devices=WORLD_SIZE, strategy=strategy, **(defaults | options))
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **(defaults | options))
 
 
-def fit(strategy: str) -> None:
+def fit(strategy: str, **options: Any) -> None:
     """Train, and say what came out."""
     module = Sharded()
-    fitted = trainer(strategy)
+    fitted = trainer(strategy, **options)
     fitted.fit(module)
     if fitted.is_global_zero:
         print(f"parameters {digest(module)}", flush=True)
+
+
+def fit_on_nodes(strategy: str) -> None:
+    """Train on one rank of each of torchrun's two nodes, which they take for hosts that share nothing."""
+    host = replace(Host.here(), name=f"node-{os.environ['GROUP_RANK']}")
+    with patch.object(Host, "here", lambda: host):
+        fit(strategy, devices=1, num_nodes=WORLD_SIZE)
 
 
 def twice(make: Callable[[], pl.Trainer]) -> list[Used]:
@@ -99,10 +115,14 @@ def _use(trainer: pl.Trainer) -> Used:
     trainer.fit(module)
     (validated,) = trainer.validate(module, verbose=False)
     (tested,) = trainer.test(module, verbose=False)
+    losses: list[Any] | None = trainer.predict(module)
+    assert losses
     strategy = trainer.strategy
     assert isinstance(strategy, RingDDPStrategy)
     all_reduces = strategy.communication.all_reduces
-    return Used(digest(module), before["loss"], validated["loss"], tested["loss"], all_reduces)
+    return Used(
+        digest(module), before["loss"], validated["loss"], tested["loss"], float(sum(losses) / len(losses)), all_reduces
+    )
 
 
 def late(failing: int | None = None) -> None:
@@ -129,8 +149,10 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "fit":
         fit(*arguments)
+    elif command == "nodes":
+        fit_on_nodes(*arguments)
     elif command == "twice":
-        for used in twice(partial(trainer, "ring_ddp")):
+        for used in twice(partial(trainer, *arguments)):
             print(json.dumps(used), flush=True)
     elif command == "late":
         late(*map(int, arguments))

@@ -23,6 +23,7 @@ COMMAND = """
 ENDLESS = [
     "bench all-reduce --sizes 1MiB --repeats 1000000",
     "bench train-step --strategies ddp --steps 1000000",
+    "bench pipeline --model mlp --batch 8 --chunks 2 --steps 1000000",
 ]
 
 
@@ -85,6 +86,42 @@ def test_train_step_of_a_convolutional_network_with_variants_in_two_rounds(tmp_p
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.timeout(300)
+def test_pipelines_are_measured_on_the_same_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_file = tmp_path / "rows.json"
+    words = "bench pipeline --model mlp --batch 8 --chunks 2 --variants 1f1b,torch_1f1b --rounds 1 --steps 2 --warmup 0"
+    assert main([*words.split(), "--json", str(rows_file)]) == 0
+    ours, theirs = _check_pipeline_rows(rows_file, [("1f1b", 2), ("torch_1f1b", 2)])
+    # 8 vectors of 1024 float32 there, their gradients back, and ours gives the loss to all.
+    assert theirs["sent_bytes"] == 2 * 8 * 1024 * 4
+    assert ours["sent_bytes"] == theirs["sent_bytes"] + 4
+    captured = capsys.readouterr()
+    assert "vs torch" in captured.out
+    assert "memory: torch_1f1b, chunks=2" in captured.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipelines_of_a_convolutional_network(stages: int, tmp_path: Path) -> None:
+    rows_file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    words = f"bench pipeline --model resnet18 --stages {stages} --batch 12 --chunks 3,6 --rounds 2 --steps 2"
+    assert main([*words.split(), "--json", str(rows_file), "--plot", str(picture)]) == 0
+    names = ("gpipe", "1f1b", "torch_gpipe", "torch_1f1b")
+    rows = _check_pipeline_rows(rows_file, [("naive", 1), *((name, chunks) for chunks in (3, 6) for name in names)])
+    assert all(len(row["rounds_s"]) == 2 and len(row["balance"]) == stages for row in rows)
+    assert rows[1]["ideal_bubble"] == (stages - 1) / (stages + 2)
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_pipeline_that_cannot_run_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench pipeline --model squeezenet1_1 --image-size 2 --batch 2 --chunks 2 --variants gpipe"
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "squeezenet1_1 cannot be cut into 2 stages and run" in error
+    assert "Kernel size can't be greater than actual input size" in error
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_train_ends_with_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     # Inception reduces a picture of this size to nothing.
@@ -128,6 +165,19 @@ def _check_train_rows(file: Path, strategies: list[str], model: str = "mlp") -> 
         assert 0 < row["median_s"] < 10
         assert 100 < row["peak_pss_MiB"] < 10_000
     rows: list[dict[str, Any]] = written["rows"]
+    return rows
+
+
+def _check_pipeline_rows(file: Path, contenders: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    assert [(row["variant"], row["chunks"]) for row in rows] == contenders
+    assert len({tuple(row["balance"]) for row in rows}) == 1
+    for row in rows:
+        assert 0 < max(*row["forward_s"], *row["backward_s"]) < row["critical_s"]
+        assert 0 < row["median_s"] < 30
+        assert 0 < row["bubble"] < 1
+        assert len(row["peak_pss_MiB"]) == row["stages"]
+        assert all(30 < peak < 10_000 for peak in row["peak_pss_MiB"])
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import socket
 from functools import partial
@@ -18,12 +17,12 @@ import ringstrategy
 from ringstrategy.registration import register
 from tests.helpers import launch_script
 from tests.helpers.launch_script import BATCH_SIZE, ROWS, WORLD_SIZE, Sharded, Used, digest
+from tests.helpers.launches import COMMAND_LINE, SCRIPT, parameters_in, parameters_of, torchrun, used_in
 from tests.helpers.models import Regression
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import Completed, run_script, start_script
+from tests.helpers.scripts import run_script, start_script
 from tests.helpers.trainers import fit_ranks, trainer_on_rank
 
-SCRIPT = Path(launch_script.__file__)
 START_METHODS = {"ring_ddp": "popen", "ring_ddp_spawn": "spawn", "ring_ddp_fork": "fork", "ring_ddp_notebook": "fork"}
 NAMES = [
     f"{name}{suffix}"
@@ -75,15 +74,6 @@ def expected_digest() -> str:
     return digest(module)
 
 
-def parameters_of(completed: Completed) -> str:
-    """What a script says of its parameters, once."""
-    assert completed.returncode == 0, completed
-    assert not completed.leftover_pids, completed
-    assert "destroy_process_group" not in completed.stderr, completed
-    (found,) = re.finditer(r"^parameters (\w+)$", completed.stdout, re.MULTILINE)
-    return found[1]
-
-
 def _launch(rank: int, world_size: int, name: str) -> None:
     launch_script.fit(name)
 
@@ -91,7 +81,7 @@ def _launch(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["ring_ddp_fork", "ring_ddp_notebook"])
 def test_forked_from_a_notebook_or_a_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(_launch, 1, name, init=False)
-    assert re.findall(r"^parameters (\w+)$", capsys.readouterr().out, re.MULTILINE) == [expected_digest()]
+    assert parameters_in(capsys.readouterr().out) == [expected_digest()]
 
 
 @pytest.mark.slow
@@ -102,17 +92,11 @@ def test_as_a_script(name: str) -> None:
 
 @pytest.mark.slow
 def test_by_torchrun(tmp_path: Path) -> None:
-    torchrun = tmp_path / "torchrun.py"
-    torchrun.write_text("from torch.distributed.run import main\n\nmain()\n")
-    completed = run_script(torchrun, "--standalone", "--nproc-per-node", "2", str(SCRIPT), "fit", "ring_ddp")
+    options = ("--standalone", "--nproc-per-node", "2")
+    completed = run_script(torchrun(tmp_path), *options, str(SCRIPT), "fit", "ring_ddp")
     assert parameters_of(completed) == expected_digest()
 
 
-COMMAND_LINE = [
-    *("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1", "--trainer.logger=false"),
-    *("--trainer.enable_checkpointing=false", "--trainer.num_sanity_val_steps=0"),
-    *("--trainer.use_distributed_sampler=false", "--trainer.enable_progress_bar=false"),
-]
 BY_NAME = ["--trainer.strategy=ring_ddp"]
 BY_CLASS = [
     "--trainer.strategy.class_path=ringstrategy.RingDDPStrategy",
@@ -159,14 +143,11 @@ def test_two_trainers_in_turn_each_with_every_entry_point() -> None:
 @pytest.mark.slow
 def test_two_such_scripts_at_once() -> None:
     """Symptom: the address is in use."""
-    with start_script(SCRIPT, "twice") as one, start_script(SCRIPT, "twice") as other:
+    with start_script(SCRIPT, "twice", "ring_ddp") as one, start_script(SCRIPT, "twice", "ring_ddp") as other:
         for completed in (one.finish(timeout=90.0), other.finish(timeout=90.0)):
-            assert completed.returncode == 0, completed
-            assert not completed.leftover_pids, completed
-            assert "destroy_process_group" not in completed.stderr, completed
-            said = re.findall(r"\[.*?\]", completed.stdout)  # of two ranks, at times on one line
-            assert len(said) == 4, completed
-            assert_used_alike([Used(*json.loads(one)) for one in said])
+            used = used_in(completed)
+            assert len(used) == 4, completed
+            assert_used_alike(used)
 
 
 @pytest.mark.slow

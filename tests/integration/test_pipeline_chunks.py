@@ -10,8 +10,16 @@ from torch import nn
 
 from ringstrategy.pipeline.tuning import candidates, fastest
 from tests.helpers.compare import Result
-from tests.helpers.pipelines import Classification, Pipelined, batches, fit_alone, fit_stages, layered, run_stages
-from tests.integration.test_pipeline_parity import assert_like_one_process
+from tests.helpers.pipelines import (
+    Classification,
+    Pipelined,
+    assert_like_one_process,
+    batches,
+    fit_alone,
+    fit_stages,
+    layered,
+    run_stages,
+)
 
 
 @pytest.mark.parametrize(("rows", "least", "expected"), [
@@ -53,7 +61,7 @@ def _statistics_at_the_start(place: Pipelined) -> tuple[int, torch.Tensor]:
     module = _with_statistics()
     trainer = place.trainer(max_steps=1)
     trainer.fit(module, batches(16))
-    norm = module.net[1]
+    norm = module.net.get_submodule("1")
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.num_batches_tracked is not None
     assert norm.running_mean is not None

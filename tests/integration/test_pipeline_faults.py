@@ -26,7 +26,7 @@ from tests.helpers.faults import (
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 # From the first moment in which the stages depend on each other to the last.
 WATCHED = (
-    *("optimizers", "forward", "first micro-batch", "middle micro-batch", "backward", "validation"),
+    *("setup", "optimizers", "forward", "first micro-batch", "middle micro-batch", "backward", "validation"),
     *("validation layers", "weights", "optimizer state", "checkpoint", "train end", "making whole"),
 )
 
@@ -49,7 +49,7 @@ def cases(
 
 def matrix(slow: Iterable[Setting], quick: Iterable[Setting] = ()) -> pytest.MarkDecorator:
     """Parametrize with settings that lack a folder."""
-    marked = {setting: (pytest.mark.slow,) for setting in slow} | {setting: () for setting in quick}
+    marked = dict.fromkeys(slow, (pytest.mark.slow,)) | dict.fromkeys(quick, ())
     return pytest.mark.parametrize(
         "setting",
         [
@@ -82,7 +82,8 @@ QUICK = (
     (
         *cases(("exception",), WATCHED),
         *cases(("kill",), WATCHED, (3,)),
-        *cases(("stop",), WATCHED, (3,), ("gpipe",)),
+        *cases(("stop",), ("optimizers", "validation layers", "weights", "making whole"), (3,), ("gpipe",)),
+        *cases(("stop",), ("first micro-batch", "middle micro-batch", "backward"), (3,), ("gpipe",)),
         *cases(("stop",), ("middle micro-batch", "backward"), (2,), ("1f1b",)),
     ),
     QUICK,
@@ -93,7 +94,10 @@ def test_every_other_rank_ends_and_names_the_stage_that_failed(tmp_path: Path, s
 
 
 @matrix(
-    cases(("exception", "kill"), ("middle micro-batch", "all-reduce", "weights", "making whole"), (4,), stages=2),
+    (
+        *cases(("exception",), ("middle micro-batch", "weights"), (4,), ("gpipe",), stages=2),
+        *cases(("kill",), ("all-reduce", "making whole"), (4,), ("1f1b",), stages=2),
+    ),
     (case("kill", "all-reduce", "gpipe", 3, 4, stages=2),),
 )
 def test_replicas_of_the_pipeline_end_as_well(tmp_path: Path, setting: Setting) -> None:
@@ -103,9 +107,8 @@ def test_replicas_of_the_pipeline_end_as_well(tmp_path: Path, setting: Setting) 
 
 @matrix(
     (
-        *cases(
-            ("exception", "kill"), ("optimizers", "middle micro-batch", "backward", "weights", "making whole"), (3,)
-        ),
+        *cases(("exception", "kill"), ("optimizers", "backward", "weights", "making whole"), (3,), ("gpipe",)),
+        *cases(("exception", "kill"), ("middle micro-batch",), (3,), ("1f1b",)),
         *cases(("stop",), ("middle micro-batch", "weights"), (3,), ("gpipe",)),
     ),
     (case("kill", "middle micro-batch", "gpipe", 1),),
@@ -153,6 +156,12 @@ def test_an_error_around_the_pipeline_that_one_stage_catches_ends_the_run(tmp_pa
     for outcome in ruin(replace(setting, folder=str(tmp_path))):
         assert outcome.error_type in ("WrongMessage", "ValueError", "RankFailure"), outcome
         assert WENT_DIFFERENT_WAYS[str(setting.schedule)] in str(outcome.error)
+
+
+@matrix(cases(("exception", "kill"), ("teardown",), (2,)))
+def test_after_the_last_collective_the_others_finish(tmp_path: Path, setting: Setting) -> None:
+    outcomes = ruin(replace(setting, folder=str(tmp_path)))
+    assert [outcome.rank for outcome in outcomes if outcome.error is not None] == [setting.rank]
 
 
 # -- with a launcher -------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_callbacks_and_schedulers_decide_alike(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_every_parameter_of_every_stage_trains(precision: str, schedule: str) -> None:
     """Symptom: only the first stage's parameters change."""
     build = partial(Classification, layered(dtype=torch.float32), plain_sgd)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from ringstrategy import PipelineStrategy
@@ -123,7 +125,7 @@ def _untraceable() -> Classification:
 
 
 _MODULES: dict[str, tuple[int, Any, dict[str, Any], list[str]]] = {
-    "too few layers in the balance": (2, Classification, {"balance": [2, 2]}, ["[2, 2]", "4 layers", "has 5", ": 0, 1, 2, 3, 4"]),
+    "too few layers in the balance": (2, Classification, {"balance": [2, 2]}, ["4 layers", "has 5", ": 0, 1, 2, 3, 4"]),
     "too many layers in the balance": (2, Classification, {"balance": [3, 3]}, ["[3, 3]", "6 layers", "has 5"]),
     "more stages than layers": (4, _three_layers, {}, ["3 layers", "4 stages"]),
     "untraceable": (2, _untraceable, {}, ["_Untraceable", "if hidden.sum() > 0", "module="]),
@@ -148,6 +150,15 @@ def test_modules_that_cannot_be_pipelined(what: str) -> None:
         assert outcome.error_type in ("ValueError", "UntraceableError", "RankFailure"), outcome.error
         message = str(outcome.error).rpartition("Error: ")[2]
         assert all(part in message for part in parts), message
+
+
+def test_a_graph_of_the_whole_module_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    """Symptom: a TypeError out of a tracer, when training has begun."""
+    options = {"logger": TensorBoardLogger(tmp_path, log_graph=True)}
+    with pytest.raises(RanksFailedError) as refusal:
+        fit_stages(2, Classification, options=options)
+    for outcome in refusal.value.outcomes:
+        assert "ValueError: A logger with log_graph=True" in str(outcome.error), outcome.error
 
 
 class _CallsTwice(Classification):

@@ -39,14 +39,18 @@ _LOAD = partial(batches, 12, 12, 3)
 
 class _Summed(Classification):
     def loss(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+        loss = F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+        self.log("number", loss.item(), batch_size=len(batch[1]))
+        return loss
 
 
 class _PartlyLabelled(Classification):
     """Labels single positions of sequences."""
 
     def loss(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+        loss = F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("number", loss.item(), batch_size=len(batch[1]))
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         pass

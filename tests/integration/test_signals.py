@@ -52,6 +52,10 @@ SIGNALS = [
         ("ring_ddp_spawn", "main process", signal.SIGINT, False),
         ("ring_ddp_spawn", "whole group", signal.SIGTERM, False),
         ("ring_ddp_spawn", "whole group", signal.SIGINT, False),
+        ("gpipe", "main process", signal.SIGTERM, False),
+        ("gpipe", "whole group", signal.SIGINT, False),
+        ("pipeline_1f1b", "main process", signal.SIGINT, False),
+        ("pipeline_1f1b_spawn", "whole group", signal.SIGTERM, False),
     ]
 ]
 
@@ -74,8 +78,9 @@ def test_an_interrupted_job_ends_on_all_ranks_and_fails(
 
 
 @pytest.mark.slow
-def test_a_signal_to_another_rank_fails_the_job() -> None:
-    with start_script(Path(signal_script.__file__), "ring_ddp") as running:
+@pytest.mark.parametrize("strategy", ["ring_ddp", "gpipe"])
+def test_a_signal_to_another_rank_fails_the_job(strategy: str) -> None:
+    with start_script(Path(signal_script.__file__), strategy) as running:
         for rank in range(2):
             running.wait_for(TRAINING.format(rank))
         send(signal.SIGTERM, running, "other rank")
@@ -103,30 +108,37 @@ class Apart(Sharded):
         self.log("value", 1.0, sync_dist=True)
 
 
-def _be_terminated_apart(rank: int, world_size: int) -> None:
-    trainer_on_rank(rank, world_size).fit(Apart())
+def _be_terminated_apart(rank: int, world_size: int, strategy: str) -> None:
+    trainer_on_rank(rank, world_size, strategy=strategy).fit(Apart())
 
 
-def test_ranks_that_are_apart_when_terminated_do_not_wait_for_each_other() -> None:
+@pytest.mark.parametrize("strategy", ["ring_ddp", "gpipe"])
+def test_ranks_that_are_apart_when_terminated_do_not_wait_for_each_other(strategy: str) -> None:
     """Symptom: a broadcast in the signal handler is paired with another collective, and both ranks hang."""
     with pytest.raises(RanksFailedError) as failure:
-        run_ranks(_be_terminated_apart, 2, timeout=30.0, grace=10.0)
+        run_ranks(_be_terminated_apart, 2, strategy, timeout=30.0, grace=10.0)
     assert [outcome.error_type for outcome in failure.value.outcomes] == ["SIGTERMException"] * 2
 
 
-def _be_terminated_in(rank: int, world_size: int, hook: str, entry_point: str) -> None:
+def _be_terminated_in(rank: int, world_size: int, strategy: str, hook: str, entry_point: str) -> None:
     terminated = type("Terminated", (Slow,), {hook: lambda self, *_: os.kill(os.getpid(), signal.SIGTERM)})
-    getattr(trainer_on_rank(rank, world_size), entry_point)(terminated())
+    getattr(trainer_on_rank(rank, world_size, strategy=strategy), entry_point)(terminated())
 
 
 @pytest.mark.parametrize(
-    ("hook", "entry_point"),
-    [("on_predict_start", "predict"), ("on_train_end", "fit"), ("on_test_end", "test")],
+    ("strategy", "hook", "entry_point"),
+    [
+        ("ring_ddp", "on_predict_start", "predict"),
+        ("ring_ddp", "on_train_end", "fit"),
+        ("ring_ddp", "on_test_end", "test"),
+        ("gpipe", "on_predict_start", "predict"),
+        ("pipeline_1f1b", "on_train_end", "fit"),
+    ],
 )
-def test_a_signal_that_no_loop_looks_for_still_ends_the_job(hook: str, entry_point: str) -> None:
+def test_a_signal_that_no_loop_looks_for_still_ends_the_job(strategy: str, hook: str, entry_point: str) -> None:
     """Symptom: a job that was told to end goes on, and looks successful."""
     with pytest.raises(RanksFailedError) as failure:
-        run_ranks(_be_terminated_in, 2, hook, entry_point, timeout=30.0)
+        run_ranks(_be_terminated_in, 2, strategy, hook, entry_point, timeout=30.0)
     # A rank may hear of the other's end before its own signal.
     assert {outcome.error_type for outcome in failure.value.outcomes} - {"RankFailure"} == {"SIGTERMException"}
     assert all("SIGTERMException" in str(outcome.error) for outcome in failure.value.outcomes)

@@ -21,9 +21,8 @@ from ringstrategy.bench.pipeline_worker import RankResult, StepRecord, Variant, 
 from ringstrategy.bench.plot import plot_pipeline
 from ringstrategy.bench.report import pipeline_table, write_json
 from ringstrategy.cli import bench as bench_command
-from ringstrategy.pipeline.calls import flatten_call
+from ringstrategy.pipeline.calls import Example, flatten_call
 from ringstrategy.pipeline.engine import Engine
-from ringstrategy.pipeline.example import Example
 from ringstrategy.pipeline.plan import PipelinePlan, choose_cut
 
 

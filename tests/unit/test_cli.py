@@ -58,7 +58,7 @@ def test_recipes_are_listed_with_what_they_train(
 def test_an_unknown_recipe_is_one_line_with_the_names_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "digit", "--trainer.max_epochs", "1"]) == 2
     captured = capsys.readouterr()
-    assert captured.err == "ringstrategy run: unknown recipe 'digit'; there is: digits\n"
+    assert captured.err == "ringstrategy run: unknown recipe 'digit'; there is: digits, digits_gpipe, digits_1f1b\n"
     assert captured.out == ""
 
 

@@ -372,6 +372,7 @@ def test_copies_made_before_and_after_get_placements_of_their_own() -> None:
         lambda absent, x: absent.norm(),
         lambda absent, x: absent.chunk(2),
         lambda absent, x: absent.grad_fn is None and x.add_(absent),
+        lambda absent, x: x.copy_(absent),
     ],
 )
 def test_computing_with_an_absent_parameter_names_it(use: Callable[[Tensor, Tensor], object]) -> None:
@@ -401,6 +402,8 @@ def test_what_needs_no_values_works_on_absent_parameters() -> None:
     for _ in range(3):
         averaged.update_parameters(net)
     assert torch.equal(averaged.module.get_parameter("special.weight"), net.special.weight)
+    for average, parameter in zip(averaged.module.parameters(), net.parameters(), strict=True):
+        parameter.detach().copy_(average)  # as Lightning's StochasticWeightAveraging ends
     with pytest.warns(UserWarning, match=r"copying from a non-meta parameter"):
         net.load_state_dict(state)
     net.double()
