@@ -106,6 +106,7 @@ class FailureMonitor:
         warn_after: float = 60.0,
         grace: float = 5.0,
     ) -> None:
+        self._ranks = group.ranks
         self._me = group.ranks[group.rank]
         self._world_size = group.world_size
         # Elsewhere than on Linux nobody is watched; a lost peer still shows as the transport's error.
@@ -315,10 +316,10 @@ class FailureMonitor:
         """
         seen = {self._me.rank}
         on = waiting.on
-        while on in self._neighbours and on not in seen:
+        while on is not None and on not in seen:
             theirs = self._others.get(on)
             if theirs is None or not theirs.label:
-                return self._neighbours[on]
+                return self._ranks[on]
             seen.add(on)
             on = theirs.on
 

@@ -1,4 +1,4 @@
-"""Measurements: the all-reduce against the backend's own, and training steps against Lightning's ``ddp``."""
+"""Measurements against what there is: the backend's all-reduce, Lightning's ``ddp``, torch's pipelines."""
 
 from __future__ import annotations
 

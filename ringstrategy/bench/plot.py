@@ -105,7 +105,8 @@ def plot_pipeline(rows: Sequence[PipelineRow], path: Path) -> None:
         rows: of one measurement.
         path: of the picture; its suffix says which format.
     """
-    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(11.0, 4.2))
+    figure.set_layout_engine("constrained", wspace=0.06)
     times, bubbles, memory = figure.subplots(1, 3)
     chunks = sorted({row.chunks for row in rows if row.variant != "naive"}) or [1]
     for name in dict.fromkeys(row.variant for row in rows):
@@ -139,7 +140,8 @@ def plot_pipeline(rows: Sequence[PipelineRow], path: Path) -> None:
         axes.xaxis.set_major_locator(FixedLocator(chunks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: str(round(count))))
-        axes.set_ylim(bottom=0)
+        axes.set_xmargin(0.08)
+        axes.set_ylim(bottom=0, top=1.06 * axes.get_ylim()[1])
         axes.set_xlabel("micro-batches M")
         axes.set_ylabel(what)
         _tidy(axes, grid="y")

@@ -202,7 +202,7 @@ class SharedBuffers:
     def __init__(self, module: pl.LightningModule, inside: Container[str]) -> None:
         self._module = module
         self._before = {
-            name: (buffer, buffer._version) for name, buffer in module.named_buffers() if name not in inside
+            name: (buffer, _version(buffer)) for name, buffer in module.named_buffers() if name not in inside
         }
 
     def changes(self) -> dict[str, Tensor]:
@@ -218,13 +218,18 @@ class SharedBuffers:
             name: buffer
             for name, buffer in self._module.named_buffers()
             if name in self._before
-            and (self._before[name][0] is not buffer or self._before[name][1] != buffer._version or name in statistics)
+            and (self._before[name][0] is not buffer or self._before[name][1] != _version(buffer) or name in statistics)
         }
 
     def apply(self, changes: dict[str, Tensor]) -> None:
         """Take over those of another stage."""
         for name, value in changes.items():
             self._module.get_buffer(name).data = value
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows when a tensor is changed; one that was made in inference mode does not count that."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

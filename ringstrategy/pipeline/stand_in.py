@@ -25,7 +25,7 @@ class StandIn:
         self._module = module
         self._name = name
         # Sockets, threads and traces of its own are nothing for a caller's `torch.compile`.
-        self._call = torch.compiler.disable(call)
+        self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         self._before = vars(module).get(name)
         vars(module)[name] = self
 

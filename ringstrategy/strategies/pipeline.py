@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -30,6 +31,7 @@ from ringstrategy.pipeline.copies import CopyOfModule, copies_in
 from ringstrategy.pipeline.engine import Engine
 from ringstrategy.pipeline.example import find_example
 from ringstrategy.pipeline.function import PipelinedForward
+from ringstrategy.pipeline.gathering import with_gradient
 from ringstrategy.pipeline.generator import same_generators
 from ringstrategy.pipeline.loss_scaling import SharedOverflow
 from ringstrategy.pipeline.micro_step import MicroBatchWeight, MicroSteps
@@ -455,7 +457,11 @@ class PipelineStrategy(RingDDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._replicas is not None and group in (None, dist.group.WORLD):
             group = self._replicas.process_group
-        return super().all_gather(tensor, group, sync_grads)
+        gathered = super().all_gather(tensor, group)
+        if not (sync_grads and tensor.requires_grad and torch.is_grad_enabled()) or self._control is None:
+            return gathered
+        add_up = partial(self._control.reduce, group=group, operation="sum")
+        return with_gradient(gathered, tensor, dist.get_rank(group), add_up)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
@@ -13,23 +12,20 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
 from ringstrategy import RingDDPStrategy
 from ringstrategy.bench import train_step
-from ringstrategy.cli.main import main
 from ringstrategy.cli.recipes import add_recipes_to_path
 from tests.docs.markdown import Block, blocks, commands
+from tests.docs.ways import STEPS, TWO_STEPS, Way, as_script, config_only, execute, here, json_files
 from tests.helpers.ranks import RanksFailedError, run_ranks
 from tests.helpers.scripts import run_script
-from tests.helpers.trainers import trainer_on_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -39,40 +35,15 @@ PYTHON = [block for block in blocks(README) if block.language == "python"]
 SNIPPET = PYTHON[0]
 (FAILING,) = [block for block in PYTHON if "raise " in block.text]
 
-# The same as the installed command.
-COMMAND = """
-import sys
-from ringstrategy.cli.main import main
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-TWO_STEPS = ["--trainer.max_epochs=1", *(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))]
-
 
 # -- blocks of Python ------------------------------------------------------------------------------------------------
-
-
-def _execute(rank: int, world_size: int, block: Block) -> int:
-    """Run a block on one of the ranks; the Trainers it makes are small, `model` and `data` are there."""
-    original = pl.Trainer
-
-    def small_trainer(*, accelerator: str, devices: int, **options: Any) -> pl.Trainer:
-        assert (accelerator, devices) == ("cpu", world_size)
-        pl.Trainer = original  # type: ignore[misc]
-        return trainer_on_rank(rank, world_size, limit_train_batches=5, limit_val_batches=1, **options)
-
-    pl.Trainer = small_trainer  # type: ignore[misc, assignment]
-    namespace: dict[str, Any] = {"model": BoringModel(), "data": BoringDataModule()}
-    exec(compile("\n" * (block.line - 1) + block.text, README.name, "exec"), namespace)
-    steps: int = namespace["trainer"].global_step
-    return steps
 
 
 @pytest.mark.parametrize(
     "block", [block for block in PYTHON if block != FAILING], ids=lambda block: f"line {block.line}"
 )
 def test_a_block_trains(block: Block) -> None:
-    assert run_ranks(_execute, 2, block) == [5, 5]
+    assert run_ranks(execute, 2, block) == [STEPS, STEPS]
 
 
 def test_the_first_snippet_is_a_script() -> None:
@@ -105,7 +76,7 @@ def _documented_failure() -> str:
 
 def test_a_failing_rank_is_named_as_shown() -> None:
     with pytest.raises(RanksFailedError) as failure:
-        run_ranks(_execute, 2, FAILING, grace=20.0)
+        run_ranks(execute, 2, FAILING, grace=20.0)
     survivor, failed = failure.value.outcomes
     assert re.search(_documented_failure(), survivor.output), survivor
     assert survivor.error_type == "RankFailure"
@@ -141,23 +112,6 @@ def _install(command: str, folder: Path) -> None:
     assert f"Would install {PROJECT['name']}-" in done.stdout
 
 
-def _here(*more: str) -> Callable[[str, Path], None]:
-    """In this process, with more words at its end."""
-
-    def run(command: str, folder: Path) -> None:
-        program, *words = shlex.split(command)
-        assert program == PROJECT["name"]
-        assert main([*words, *more]) == 0
-        for file in _json_files(command):
-            assert json.loads((folder / file).read_text()).keys() == {"environment", "rows"}
-
-    return run
-
-
-def _json_files(command: str) -> list[str]:
-    return re.findall(r"--json (\S+)", command)
-
-
 def _measured_elsewhere(command: str, folder: Path) -> None:
     """All but the measurement itself."""
 
@@ -178,22 +132,7 @@ def _measured_elsewhere(command: str, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "measure", measure)
-        _here()(command, folder)
-
-
-def _config_only(command: str, folder: Path) -> None:
-    """Up to the config that the run would have: every argument given is in it."""
-    _, *words = shlex.split(command)
-    output = folder / "config.yaml"
-    with output.open("w") as file, contextlib.redirect_stdout(file), pytest.raises(SystemExit) as ended:
-        main([*words, "--print_config"])
-    assert ended.value.code == 0
-    config = pl.core.saving.load_hparams_from_yaml(output)
-    for name, value in zip(words[2::2], words[3::2], strict=True):
-        place: Any = config
-        for part in name.removeprefix("--").split("."):
-            place = place[part]
-        assert str(place) == value or float(place) == float(value)
+        here()(command, folder)
 
 
 def _row_names(table: str) -> list[str]:
@@ -216,26 +155,25 @@ def _sums_up(command: str, folder: Path) -> None:
     assert re.findall(r"`(\w+)`", listed) == list(asdict(summary))
 
 
-def _as_script(command: str, *more: str, folder: Path, timeout: float = 100.0) -> str:
-    """What the installed command writes, with more words at its end."""
-    program, *words = shlex.split(command)
-    assert program == PROJECT["name"]
-    ended = run_script(COMMAND, *words, *more, cwd=folder, timeout=timeout)
-    assert ended.returncode == 0, ended
-    return ended.stdout
-
-
 def _measured(command: str, folder: Path) -> None:
     """For two steps per strategy."""
     tiny = ("--batch-size", "2", "--steps", "2", "--warmup", "1", "--rounds", "1")
-    _as_script(command, *tiny, folder=folder, timeout=280.0)
-    for file in _json_files(command):
+    as_script(command, *tiny, folder=folder, timeout=280.0)
+    for file in json_files(command):
+        assert json.loads((folder / file).read_text()).keys() == {"environment", "rows"}
+
+
+def _measured_pipeline(command: str, folder: Path) -> None:
+    """For one step of a small network with two micro-batches."""
+    tiny = ("--model", "mlp", "--chunks", "2", "--batch", "4", "--rounds", "1", "--steps", "1", "--warmup", "1")
+    as_script(command, *tiny, folder=folder, timeout=280.0)
+    for file in json_files(command):
         assert json.loads((folder / file).read_text()).keys() == {"environment", "rows"}
 
 
 def _trained(command: str, folder: Path) -> None:
     """For two steps."""
-    printed = _as_script(command, *TWO_STEPS, folder=folder)
+    printed = as_script(command, *TWO_STEPS, folder=folder)
     (shown,) = [block.text for block in blocks(README) if "test accuracy" in block.text]
     assert _row_names(printed[printed.index("Summary") :])[: len(_row_names(shown))] == _row_names(shown)
 
@@ -254,26 +192,32 @@ def _commands_starting(with_: str) -> Iterator[str]:
     return (command for command in commands(README) if command.startswith(with_))
 
 
-TINY_SUMS = _here("--sizes", "4KiB", "--repeats", "2", "--warmup", "1")
+TINY_SUMS = here("--sizes", "4KiB", "--repeats", "2", "--warmup", "1")
 # How each command is run here: in every suite, and in the one with the long tests.
-WAYS: dict[str, Callable[[str, Path], None]] = {
+WAYS: dict[str, Way] = {
     "pip install .": _install,
     "pip install '.[recipes]'": _install,
     "make train": _make,
     "make test": _make,
     "make docs": _make,
-    "ringstrategy recipes": _here(),
+    "ringstrategy recipes": here(),
     "ringstrategy run digits": _sums_up,
-    "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": _config_only,
-    "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": _config_only,
+    "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": config_only,
+    "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": config_only,
+    "ringstrategy run digits_gpipe": config_only,
+    "ringstrategy plan --model resnet50 --stages 4 --chunks 8": here(
+        *("--model", "squeezenet1_1", "--size", "32", "--batch", "8")
+    ),
     **dict.fromkeys(_commands_starting("ringstrategy bench all-reduce "), TINY_SUMS),
     **dict.fromkeys(_commands_starting("ringstrategy bench train-step "), _measured_elsewhere),
 }
-SLOW_WAYS: dict[str, Callable[[str, Path], None]] = {
+SLOW_WAYS: dict[str, Way] = {
     "python fails.py": _fail,
     "ringstrategy run digits": _trained,
     "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": _trained,
     "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": _trained,
+    "ringstrategy run digits_gpipe": _trained,
+    "ringstrategy bench pipeline --json pipeline.json": _measured_pipeline,
     **dict.fromkeys(_commands_starting("ringstrategy bench train-step "), _measured),
 }
 
@@ -359,6 +303,5 @@ def test_the_versions_needed_are_those_of_the_project() -> None:
 
 def test_measurements_stand_between_marks() -> None:
     marks = re.findall(r"^<!-- (/?measured(?::[\w-]+)?) -->$", TEXT, re.MULTILINE)
-    assert marks == [
-        mark for name in ("all-reduce", "train-step", "digits") for mark in (f"measured:{name}", "/measured")
-    ]
+    names = ("all-reduce", "train-step", "pipeline", "digits", "digits-accuracy")
+    assert marks == [mark for name in names for mark in (f"measured:{name}", "/measured")]

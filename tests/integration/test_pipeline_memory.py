@@ -32,12 +32,10 @@ class _Layers(Classification):
         super().__init__(nn.Sequential(*parts), partial(torch.optim.AdamW, lr=0.01))
 
 
-def _train(place: Pipelined, layers: int, width: int, rows: int, callback: pl.Callback) -> pl.Trainer:
+def _train(place: Pipelined, layers: int, width: int, rows: int, callback: pl.Callback) -> None:
     """Two steps."""
     load = batches(rows, rows, shape=(width,), dtype=_FLOAT)
-    trainer = place.trainer(callbacks=[callback])
-    trainer.fit(_Layers(layers, width), load)
-    return trainer
+    place.trainer(callbacks=[callback]).fit(_Layers(layers, width), load)
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:

@@ -139,7 +139,12 @@ _MODULES: dict[str, tuple[int, Any, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", _MODULES)
+_SIMILAR = ("too many layers in the balance", "two modules", "no such module")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what in _SIMILAR else ()) for what in _MODULES]
+)
 def test_modules_that_cannot_be_pipelined(what: str) -> None:
     """Symptom: the real error is on rank 0 alone, or nowhere, and the others wait."""
     stages, build, arguments, parts = _MODULES[what]

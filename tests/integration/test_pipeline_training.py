@@ -1,10 +1,8 @@
-"""Training over stages: losses, gradients, clipping, random numbers and memory are those of one process."""
+"""Training over stages: losses, gradients, clipping and random numbers are those of one process."""
 
 from __future__ import annotations
 
 import itertools
-import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -236,7 +234,11 @@ _CLIPPING: dict[str, tuple[type[Classification], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "schedule"),
-    [case for case in itertools.product(_CLIPPING, SCHEDULES) if case != ("by hand", "1f1b")],
+    [
+        pytest.param(*case, marks=() if case[0] == "norm" or case[1] == "gpipe" else pytest.mark.slow)
+        for case in itertools.product(_CLIPPING, SCHEDULES)
+        if case != ("by hand", "1f1b")
+    ],
 )
 def test_gradients_are_clipped_by_their_norm_over_all_stages(kind: str, schedule: str) -> None:
     """Symptom: each stage clips by its own norm."""
@@ -266,68 +268,3 @@ def test_bfloat16_mixed(schedule: str) -> None:
     ranks = fit_stages(3, build, load, options=options, chunks=4, schedule=schedule)
     assert_like_one_process(ranks, fit_alone(build, load, options=options), tolerance=2e-2)
     assert {tensor.dtype for tensor in ranks[0].state.values()} == {torch.float32}
-
-
-class _Widens(nn.Module):
-    """Repeats its input up to some 1.6 million numbers a row; remembers which of its outputs are alive."""
-
-    def __init__(self, times: int, seconds: float = 0.0) -> None:
-        super().__init__()
-        self.times, self.seconds = times, seconds
-        self.outputs: list[weakref.ref[Tensor]] = []
-        self.most = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        output = inputs.repeat(1, self.times)
-        self.outputs.append(weakref.ref(output))
-        self.most = max(self.most, sum(reference() is not None for reference in self.outputs))
-        return output
-
-
-class _Narrows(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.view(len(inputs), -1, 8).mean(1)
-
-
-class _Wide(Classification):
-    """Sends 12 MB per micro-batch, and as much back.
-
-    Args:
-        stages: of them, those between the first and the last hand on what they get.
-        seconds: that the first stage needs for each micro-batch.
-    """
-
-    def __init__(self, stages: int, seconds: float = 0.0) -> None:
-        first, *_, last = layered(dtype=torch.float32)
-        middle = [nn.Tanh() for _ in range(stages - 2)]
-        super().__init__(nn.Sequential(first, _Widens(200_000, seconds), *middle, _Narrows(), last))
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        pass
-
-    def on_train_end(self) -> None:
-        widens = self.net.get_submodule("1")
-        assert isinstance(widens, _Widens)
-        self.record("alive", widens.most)
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "schedule", "seconds"),
-    [
-        (3, 8, "1f1b", 0.0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in
-          [(3, 8, "gpipe", 0.0), (3, 1, "1f1b", 0.0), (3, 8, "1f1b", 0.05), (4, 8, "1f1b", 0.0)]),
-    ],
-)  # fmt: skip
-def test_large_activations_do_not_block_and_few_are_alive(
-    stages: int, chunks: int, schedule: str, seconds: float
-) -> None:
-    """Symptom: both neighbours wait until the other receives; or every micro-batch stays in memory."""
-    build, load = partial(_Wide, stages, seconds), partial(batches, 16, dtype=torch.float32)
-    balance = [2] + [1] * (stages - 2) + [2]
-    ranks = fit_stages(
-        stages, build, load, chunks=chunks, schedule=schedule, balance=balance, checkpoint="never", timeout=100
-    )
-    assert_like_one_process(ranks, fit_alone(build, load), tolerance=1e-6)
-    assert ranks[0].records["alive"] == [chunks if schedule == "gpipe" else min(stages, chunks)]
