@@ -103,21 +103,15 @@ def make_whole(
 def take_from_first(module: nn.Module, group: RankGroup) -> None:
     """Give rank 0's values to what has none elsewhere, after only rank 0's module was made whole. Collective.
 
-    Args:
-        module: the whole module, or a copy of it.
-        group: all ranks.
+    What has no values on rank 0 either stays as it is: `configure_model` may be about to give it some.
 
-    Raises:
-        RuntimeError: rank 0 has no values either.
+    Args:
+        module: the whole module.
+        group: all ranks.
     """
     named = (*module.named_parameters(), *module.named_buffers())
-    without_values = group.exchange([name for name, tensor in named if tensor.is_meta])
-    if without_values[0]:
-        raise RuntimeError(
-            f"'{without_values[0][0]}' is on the meta device, also on rank 0: there is nothing to train. Give it "
-            "values first, e.g. load a checkpoint."
-        )
-    owners = {name: frozenset({0}) for names in without_values for name in names}
+    first, *others = group.exchange([name for name, tensor in named if tensor.is_meta])
+    owners = {name: frozenset({0}) for names in others for name in names if name not in first}
     parts = Placement(module, owners, group.rank).parts
     for part in parts:
         if part.tensor is not None and part.tensor.is_meta:

@@ -228,6 +228,9 @@ class PipelineStrategy(RingDDPStrategy):
 
         self._engine = Engine(self.stage, channels, waiting, monitor.announce)
         monitor.on_failure(self._engine.abort)
+        assert self.lightning_module is not None
+        with monitor.waiting("rank 0's weights"):
+            take_from_first(self.lightning_module, self._group)  # before callbacks make copies of it
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -251,9 +254,6 @@ class PipelineStrategy(RingDDPStrategy):
             # All ranks see all samples. Lightning's sampler would shuffle what the user does not, and drop their own.
             _lightning.keep_samplers(trainer)
         copies = copies_in(trainer.callbacks, self.model)  # type: ignore[attr-defined]
-        assert self._group is not None
-        for module in (self.model, *copies):
-            take_from_first(module, self._group)
         self.precision_plugin.convert_module(self.model)
         self._start_alike()
         self._cut(trainer, copies)
@@ -537,9 +537,8 @@ class PipelineStrategy(RingDDPStrategy):
         if self._engine is not None:
             self._engine.close()
         subgroups = [group for group in (self._stages, self._replicas) if group is not None]
-        whole = self._placement is None or not any(
-            part.tensor is not None and part.tensor.is_meta for part in self._placement.parts
-        )
+        module = self.lightning_module
+        whole = module is None or not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self._engine = self._placement = self._forward = self._stages = self._micro_steps = None
         with contextlib.nullcontext() if whole else _lightning.torn_down_without_module(self):
             super().teardown()

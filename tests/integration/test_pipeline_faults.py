@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.fault_script import Schedule, Setting
 from tests.helpers.faults import (
+    REASONS,
     TIMEOUT,
     assert_ended_with_the_error,
     assert_others_name_the_rank,
@@ -193,5 +194,4 @@ def test_a_script_ends_with_the_error_of_the_stage_that_raised(tmp_path: Path, s
 def test_a_script_whose_stage_is_killed_or_stopped_fails(tmp_path: Path, setting: Setting) -> None:
     """Symptom: survivors keep running."""
     completed = ruin_script(replace(setting, folder=str(tmp_path)), (-9,) if setting.rank == 0 else (1,))
-    reason = "the process is gone" if setting.kind == "kill" else "the process is stopped for more than 5 s"
-    assert re.search(rf"rank {setting.rank} failed first .*{reason}", completed.stderr), completed
+    assert re.search(rf"rank {setting.rank} failed first .*{REASONS[setting.kind]}", completed.stderr), completed

@@ -43,6 +43,7 @@ from tests.helpers.pipelines import (
 )
 
 _GROUP = "Callbacks"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 
 class _Turns(Classification):

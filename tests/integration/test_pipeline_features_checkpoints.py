@@ -31,6 +31,7 @@ from tests.helpers.pipelines import (
 from tests.helpers.ranks import RanksFailedError
 
 _GROUP = "Checkpoints"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 _TOLERANCE = 1e-9
 

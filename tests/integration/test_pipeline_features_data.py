@@ -25,6 +25,7 @@ from tests.helpers.pipelines import (
 )
 
 _GROUP = "Data"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 
 class _Stream(IterableDataset[tuple[Tensor, ...]]):

@@ -28,6 +28,7 @@ from tests.helpers.pipelines import (
 from tests.helpers.ranks import RanksFailedError
 
 _GROUP = "Optimizers, schedules, clipping"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 _LOAD = partial(batches, 12, 12, 12)
 

@@ -36,6 +36,7 @@ from tests.helpers.pipelines import (
 from tests.helpers.ranks import RanksFailedError
 
 _GROUP = "Tools"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 _PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 
 from tests.helpers.compare import Result, result_of
@@ -28,6 +28,7 @@ from tests.helpers.pipelines import (
 )
 
 _GROUP = "The module during and after training"
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 _TOLERANCE = 1e-9
 
@@ -147,7 +148,7 @@ def test_copies_in_the_middle_of_training(schedule: str) -> None:
 
 def _fit_for_rank_zero(place: Pipelined, path: Path) -> dict[str, Any]:
     module = Classification(optimizer=_momentum)
-    trainer = place.trainer()
+    trainer = place.trainer(callbacks=[WeightAveraging()])
     trainer.fit(module, batches(12, 12, 12))
     whole = {name: tensor.is_meta for name, tensor in module.state_dict().items()}
     trainer.save_checkpoint(path)
@@ -164,7 +165,7 @@ def _fit_for_rank_zero(place: Pipelined, path: Path) -> dict[str, Any]:
 @feature(
     _GROUP,
     '`whole_after_fit="rank_zero"`',
-    tried="training, a checkpoint, `test`, training on",
+    tried="training with averaged weights, a checkpoint, `test`, training on",
     outcome="other ranks are without the layers of other stages between the runs; like one process",
 )
 def test_whole_on_the_first_rank_alone(tmp_path: Path) -> None:
