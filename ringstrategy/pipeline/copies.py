@@ -54,7 +54,6 @@ class CopyOfModule:
         channels: Mapping[int, Channel],
         reachable: Callable[[], bool],
     ) -> None:
-        self._copy = copy
         self._channels = channels
         self._reachable = reachable
         self._placement = Placement(copy, owners, stage)

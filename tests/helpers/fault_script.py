@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -65,7 +66,7 @@ class Setting:
 
     Attributes:
         kind: ``"exception"``, ``"out of memory"`` (which ``training_step`` catches), ``"kill"``, ``"stop"`` (by
-            signal), or ``"sleep"`` (for longer than any timeout).
+            signal), ``"pause"`` (by signal, for two seconds), or ``"sleep"`` (for longer than any timeout).
         rank: the rank that fails.
         phase: one of :data:`PHASES`.
         folder: for checkpoints, and for the moment of the fault.
@@ -124,8 +125,10 @@ class Setting:
             raise torch.OutOfMemoryError(f"boom-on-rank-{rank}")
         if self.kind == "sleep":
             time.sleep(600)
+        if self.kind == "pause":
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
         # To this thread and not just to the process, which would let it run on for some microseconds.
-        signal.pthread_kill(threading.get_ident(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
+        signal.pthread_kill(threading.get_ident(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
 class Ruined(Regression):

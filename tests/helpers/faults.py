@@ -29,7 +29,7 @@ __all__ = [
 # which takes seconds of computing.
 END, SCRIPT_END = 10.0, 30.0
 # After this a silent rank is given up. In a sound run no rank may keep the others waiting for as long.
-TIMEOUT = {"exception": 60.0, "out of memory": 60.0, "kill": 60.0, "stop": 5.0, "sleep": 5.0}
+TIMEOUT = {"exception": 60.0, "out of memory": 60.0, "kill": 60.0, "stop": 5.0, "pause": 5.0, "sleep": 5.0}
 # What the note says of the rank that failed first.
 REASONS = {
     "exception": "ValueError: boom-on-rank-{rank}",
@@ -75,6 +75,7 @@ def assert_others_name_the_rank(outcomes: list[Outcome], setting: Setting) -> No
     rank = setting.rank
     expected = f"rank {rank} failed first .*{REASONS[setting.kind].format(rank=rank)}"
     for outcome in outcomes:
+        assert "left processes behind" not in str(outcome.error)
         if outcome.rank != rank:
             assert outcome.error_type in ("RankFailure", None), outcome.error
             assert re.search(expected, f"{outcome.error}\n{outcome.output}"), outcome

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fault_script import Schedule, Setting
+from tests.helpers.fault_script import Schedule, Setting, train_on_rank
 from tests.helpers.faults import (
     REASONS,
     TIMEOUT,
@@ -23,6 +23,7 @@ from tests.helpers.faults import (
     ruin_launcher,
     ruin_script,
 )
+from tests.helpers.ranks import run_ranks
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 # From the first moment in which the stages depend on each other to the last.
@@ -126,6 +127,20 @@ def test_a_stage_that_stays_away_is_named_and_ended(tmp_path: Path, setting: Set
         said = f"{outcome.error}\n{outcome.output}"
         assert re.search(rf"rank {setting.rank} failed first .* did not reach .* within 5 s", said), outcome
         assert ("in strike" in outcome.output) == (outcome.rank == setting.rank), "where it was is shown"
+
+
+@matrix(cases(("kill",), ("middle micro-batch",), (2,), ("gpipe",)))
+def test_processes_that_load_data_for_a_killed_stage_end_too(tmp_path: Path, setting: Setting) -> None:
+    """They hold its sockets open, and must neither hide its death nor outlive it for long."""
+    setting = replace(setting, folder=str(tmp_path), workers=1)
+    assert_others_name_the_rank(ruin(setting), setting)
+
+
+@matrix(case("pause", phase, "gpipe", 1, 3) for phase in ("middle micro-batch", "backward", "weights"))
+def test_a_stage_that_is_stopped_for_less_than_the_timeout_goes_on(tmp_path: Path, setting: Setting) -> None:
+    setting = replace(setting, folder=str(tmp_path))
+    run_ranks(train_on_rank, setting.devices, setting)
+    assert 2 < setting.seconds_since() < 10
 
 
 @matrix(
