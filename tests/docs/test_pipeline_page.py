@@ -66,7 +66,7 @@ def _planned(command: str, folder: Path) -> None:
 
 
 def _beginnings(printed: str) -> list[str]:
-    return [line.split()[0] for line in printed.splitlines() if line[:1].strip()]
+    return [line.split()[0] for line in printed.splitlines() if line[:1].isalpha()]
 
 
 def _trained(command: str, folder: Path) -> None:
