@@ -189,8 +189,7 @@ def test_forked_workers_end_and_the_launching_process_raises(tmp_path: Path, set
     (
         *cases(("exception",), ("optimizers", "validation layers", "weights", "making whole"), (2,), ("gpipe",)),
         *cases(("exception",), ("first micro-batch", "backward"), (3,), ("1f1b",)),
-    ),
-    (case("exception", "middle micro-batch", "gpipe", 1),),
+    )
 )
 def test_a_script_ends_with_the_error_of_the_stage_that_raised(tmp_path: Path, setting: Setting) -> None:
     """Symptom: the real error is buried under others, on tensors without values for instance."""
