@@ -44,7 +44,7 @@ VARIANTS = {
     "torch_1f1b": one_f_one_b,
     "naive": gpipe,
 }
-_MEMORY_STEPS = 3
+_MEMORY_STEPS = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PipelineConfig:
     chunks: tuple[int, ...] = (2, 4, 8)
     variants: tuple[str, ...] = tuple(VARIANTS)
     rounds: int = 5
-    steps: int = 3
+    steps: int = 1
     warmup: int = 1
     timeout_s: float = 120.0
 

@@ -142,7 +142,7 @@ def _add_pipeline(kinds: argparse._SubParsersAction[Any]) -> None:
         help="what to measure, separated by commas",
     )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of each variant")
-    parser.add_argument("--steps", type=at_least(1), default=3, help="timed steps per turn")
+    parser.add_argument("--steps", type=at_least(1), default=1, help="timed steps per turn")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
 
 

@@ -92,6 +92,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self._kept: dict[int, _MicroBatch] = {}
+        self._sums: set[int] = set()  # which of the gradients are tensors of our own
         self.gradients = [None] * len(self.code.parameters)
         self.input_gradients = [[None] * len(inputs) for inputs in self.inputs]
 
@@ -186,6 +187,7 @@ class Pass:
     def take_gradients(self) -> list[Tensor | None]:
         """The gradients of ``code.parameters``, summed over the micro-batches so far; counts from zero afterwards."""
         gradients, self.gradients = self.gradients, [None] * len(self.code.parameters)
+        self._sums.clear()
         return gradients
 
     def _add(self, place: int, gradient: Tensor) -> Tensor | None:
@@ -198,13 +200,16 @@ class Pass:
         total = self.gradients[place]
         dense = gradient.layout == torch.strided
         if total is None:
-            # What autograd found may be shared with other gradients: a sum is a tensor of our own.
-            total = gradient.clone() if len(self.inputs) > 1 and dense else gradient
-        elif dense and total.layout == torch.strided:
+            self.gradients[place] = gradient
+            return None
+        if dense and place in self._sums:
             total.add_(gradient)
-        else:
-            total, dense = total + gradient, False
-        self.gradients[place] = total
+            return total
+        # What autograd found may be shared with other gradients: a sum is a tensor of our own.
+        dense = dense and total.layout == torch.strided
+        self.gradients[place] = total = total + gradient
+        if dense:
+            self._sums.add(place)
         return total if dense else None
 
     def _compute(self, number: int, micro_batch: _MicroBatch, *, with_graph: bool, again: bool = False) -> list[Any]:

@@ -102,5 +102,5 @@ def test_a_backward_does_not_hold_all_gradients_beside_their_sums(monkeypatch: p
     part = run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), list(torch.randn(3, 4).chunk(3)))
     sums = [gradient.data_ptr() for gradient in part.take_gradients() if gradient is not None]
     assert len(found) == 3
-    for gradients in found:
+    for gradients in found[1:]:  # those of the first are its own
         assert [gradient.data_ptr() for gradient in gradients if gradient is not None] == sums
