@@ -29,8 +29,10 @@ from ringstrategy.pipeline.function import PipelinedCall, put_together
 from ringstrategy.pipeline.generator import own_generators, seed_of
 from ringstrategy.pipeline.micro_batches import micro_batch_sizes, rows_of, split
 from ringstrategy.pipeline.plan import PipelinePlan
+from ringstrategy.pipeline.replayed_buffers import ReplayedBuffers, Snapshot
 from ringstrategy.pipeline.schedules import gpipe
-from ringstrategy.pipeline.stage import CheckpointMode, Pass, StageCode
+from ringstrategy.pipeline.side_effects import unchanged_buffers
+from ringstrategy.pipeline.stage import CheckpointMode, Pass, StageCode, recomputed
 from ringstrategy.pipeline.tuning import candidates, fastest
 
 __all__ = ["Pipeline"]
@@ -88,6 +90,7 @@ class Pipeline:
         self._slowest = slowest
         self._calls = 0
         self._codes: dict[int, StageCode] = {}
+        self._buffers: dict[int, ReplayedBuffers] = {}  # by the id of their code
         self._norms = [child for child in plan.module.modules() if isinstance(child, _BatchNorm)]
 
     # -- GPipe -------------------------------------------------------------------------------------------------------
@@ -136,7 +139,6 @@ class Pipeline:
         """Where ``chunks="auto"``, decide by trials on the inputs of a call. Collective."""
         if self.chunks != "auto":
             return
-        buffers = [(buffer, buffer.clone()) for buffer in self.plan.module.buffers() if not buffer.is_meta]
 
         def trial(count: int) -> None:
             sizes = micro_batch_sizes(rows_of(tensors), count)
@@ -145,10 +147,8 @@ class Pipeline:
             gradients = [torch.ones_like(output) if output.requires_grad else None for output in outputs]
             self._all_backwards(prepared, tensors, gradients, keep=False)
 
-        self.chunks = fastest(candidates(rows_of(tensors), self._least()), trial, self._slowest)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        with unchanged_buffers(self.plan.module):
+            self.chunks = fastest(candidates(rows_of(tensors), self._least()), trial, self._slowest)
 
     # -- for any schedule --------------------------------------------------------------------------------------------
 
@@ -176,7 +176,8 @@ class Pipeline:
         statistics = DeferredStatistics(norms if self.deferred_batch_norm and not trial else (), len(sizes))
         number, self._calls = self._calls, self._calls + 1
         seed = seed_of(torch.initial_seed(), number, self.engine.stage)
-        around = _Around(self._device, norms, statistics, seed, trial)
+        again = [n for n in range(len(sizes)) if differentiable and recomputed(self._checkpoint, n, len(sizes))]
+        around = _Around(self._device, norms, statistics, self._buffers[id(code)], again, seed, trial)
         part = Pass(code, inputs, self._checkpoint, around, differentiable)
         return Prepared(Run(number, part, sizes), call, statistics)
 
@@ -223,6 +224,7 @@ class Pipeline:
         code = self._codes.get(id(program))
         if code is None:
             code = self._codes[id(program)] = StageCode(program, [])
+            self._buffers[id(code)] = ReplayedBuffers(self.plan.module, program.modules, program.buffers)
         parameters: Mapping[str, nn.Parameter] = self.plan.parameters
         used = [parameters[name] for name in program.parameters]
         # What other stages use as well has the same gradient here, even where this call does not use it here.
@@ -240,12 +242,17 @@ class _Around:
         device: torch.device,
         modules: Sequence[nn.Module],
         statistics: DeferredStatistics,
+        buffers: ReplayedBuffers,
+        recomputed: Sequence[int],
         seed: int,
         trial: bool,
     ) -> None:
         self._device = device
         self._modules = modules
         self._statistics = statistics
+        self._buffers = buffers
+        self._recomputed = recomputed
+        self._snapshots: dict[int, Snapshot] = {}
         self._seed = seed
         self._trial = trial
         # Backward runs outside of the autocast in which forward ran.
@@ -256,11 +263,23 @@ class _Around:
     def __call__(self, micro_batch: int, again: bool) -> Iterator[None]:
         with (
             own_generators(self._device) as seed,
+            self._replayed(micro_batch, again),
             # Casts of weights that are kept from a forward without graph would cut the graph of a later one.
             torch.autocast(self._device.type, self._dtype, self._autocast, cache_enabled=False),
             untracked_statistics(self._modules) if again or self._trial else self._statistics.micro_batch(),
         ):
             seed(seed_of(self._seed, micro_batch))
+            yield
+
+    @contextlib.contextmanager
+    def _replayed(self, micro_batch: int, again: bool) -> Iterator[None]:
+        if again:
+            with self._buffers.again(self._snapshots[micro_batch]):
+                yield
+        elif micro_batch in self._recomputed:
+            with self._buffers.first() as self._snapshots[micro_batch]:
+                yield
+        else:
             yield
 
 

@@ -161,3 +161,44 @@ def test_modules_of_many_kinds(what: str, schedule: str) -> None:
     load = partial(batches, 12, 12, 3)
     ranks = fit_stages(2, partial(_build, what), load, chunks=4, schedule=schedule, **_BUILDS[what][1])
     assert_like_one_process(ranks, fit_alone(partial(_build, what), load))
+
+
+class _Drifting(nn.Module):
+    """Divides by a running mean, which it replaces, and counts in place how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.scale = 0.7 * self.scale + 0.3 * inputs.detach().abs().mean()
+        return inputs / self.scale * (1 + 0.1 * self.calls)
+
+
+def _drifting() -> Classification:
+    layers = layered()
+    return Classification(
+        nn.Sequential(_Drifting(), parametrizations.spectral_norm(layers[0]), layers[1], _Drifting(), *layers[2:])
+    )
+
+
+class _InMicroBatches(Classification):
+    """Calls its network for one micro-batch after the other, in one process."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(torch.cat([self.net(part) for part in batch[0].chunk(4)]), batch[1])
+
+
+def _drifting_in_micro_batches() -> Classification:
+    return _InMicroBatches(_drifting().net)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_buffers_that_a_forward_changes_are_the_same_when_it_is_run_again(checkpoint: str, schedule: str) -> None:
+    """Symptom: gradients belong to other values than the forward had, and counters count twice."""
+    ranks = fit_stages(2, _drifting, chunks=4, balance=[3, 4], checkpoint=checkpoint, schedule=schedule)
+    assert_like_one_process(ranks, fit_alone(_drifting_in_micro_batches))
