@@ -9,10 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["add_outputs", "argument", "at_least", "output", "picture"]
+__all__ = ["HelpFormatter", "add_outputs", "argument", "at_least", "output", "picture"]
 
 T = TypeVar("T")
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

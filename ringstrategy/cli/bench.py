@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ringstrategy.bench import BenchError
 from ringstrategy.bench.sizes import parse_sizes
-from ringstrategy.cli.arguments import add_outputs, argument, at_least
+from ringstrategy.cli.arguments import HelpFormatter, add_outputs, argument, at_least
 
 __all__ = ["add_parser"]
 
@@ -51,7 +51,7 @@ def _add_kind(
 ) -> argparse.ArgumentParser:
     """A kind of measurement, with what all kinds take."""
     parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=summary, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        name, help=summary, description=description, formatter_class=HelpFormatter
     )
     add_outputs(parser)
     parser.set_defaults(func=run)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ringstrategy.cli.arguments import argument, at_least, output, picture
+from ringstrategy.cli.arguments import HelpFormatter, argument, at_least, output, picture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Cut a classifier of torchvision into pipeline stages by what its layers cost on this machine, and"
         " predict a step. Nothing is trained: the layers are measured in this process on one micro-batch, each with the"
         " machine to itself. The prediction is as good as that: stages that compete for cores or memory are slower.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--model", required=True, help="any classifier of torchvision, e.g. resnet50")
     parser.add_argument("--stages", type=at_least(1), default=2, help="number of stages")

@@ -93,7 +93,7 @@ def stage_table(rows: Sequence[StageRow], title: str | None = None) -> Table:
         title: what stands above.
 
     Returns:
-        The table; times and bytes are those of one micro-batch.
+        The table.
     """
     slowest = max((row.seconds for row in rows if row.seconds is not None), default=0.0)
     columns = {
@@ -109,6 +109,8 @@ def stage_table(rows: Sequence[StageRow], title: str | None = None) -> Table:
     }
     table = _table({name: cells for name, cells in columns.items() if set(cells) != {_UNKNOWN}})
     table.title = title
+    if slowest:
+        table.caption = "times and bytes are those of one micro-batch"
     return table
 
 
