@@ -58,6 +58,7 @@ def test_three_ranks_and_two_byte_elements(capsys: pytest.CaptureFixture[str]) -
     assert "1022" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_train_step_measures_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows_file = tmp_path / "rows.json"

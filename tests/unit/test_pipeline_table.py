@@ -31,6 +31,7 @@ def test_a_line_says_what_a_stage_holds_computes_and_sends() -> None:
         ["stage", "rank", "layers", "from … to", "params", "fwd+bwd", "slowest", "vations", "sends"],
         ["0", "4", "3", "conv1 … layer1.0.conv1", "25.6 K", "30.0 ms", "100%", "3.00 MiB", "1.50 KiB"],
         ["1", "2", "1", "fc", "650", "15.0 ms", "50%", "1.00 MiB", "-"],
+        ["times and bytes are those of one micro-batch"],
     ]
 
 
