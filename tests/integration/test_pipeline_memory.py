@@ -115,7 +115,9 @@ def test_a_process_grows_by_its_share_of_the_model(stages: int) -> None:
     """Symptom: the memory of absent layers stays with the process, or somebody still has the tensors."""
     alone = run_alone(_grow)
     assert alone == pytest.approx(4 * 128, rel=0.02), "parameters, gradients and two moments of 128 MiB each"
-    for rank in run_stages(_grow, stages, balance="size", chunks=4):
+    grown = run_stages(_grow, stages, balance="size", chunks=4)
+    print(f"MiB: {alone:.0f} alone, {', '.join(f'{rank:.0f}' for rank in grown)} in {stages} stages")
+    for rank in grown:
         assert rank == pytest.approx(alone / stages, rel=0.1)
 
 
@@ -211,7 +213,11 @@ def test_computing_activations_again_halves_their_memory(stages: int) -> None:
     never, except_last, always = (
         [most for most, _ in _steps(stages, "gpipe", mode)] for mode in ("never", "except_last", "always")
     )
+    one_f_one_b = [most for most, _ in _steps(stages, "1f1b", "never")]
+    for what, sizes in (("never", never), ("except_last", except_last), ("always", always), ("1f1b", one_f_one_b)):
+        print(f"KiB, {what}: {', '.join(f'{size / 1024:.0f}' for size in sizes)}")
     for stage in range(stages):
+        assert one_f_one_b[stage] <= never[stage]
         assert always[stage] <= except_last[stage] <= never[stage]
         assert always[stage] <= never[stage] / 2
 
