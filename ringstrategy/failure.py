@@ -1,11 +1,13 @@
 """One rank fails: every rank knows which and why, and ends.
 
 A run hangs when one rank is gone and the others wait for it inside a collective. So each rank has a monitor thread
-that watches the other ranks of its host:
+that watches the other ranks:
 
 - a rank that raises tells the others before its exception travels on (`FailureMonitor.report`);
-- a rank that is killed shows through its pidfd, whatever children of it still live;
-- a rank that is stopped, or stays away, is named after a minute, and given up after the timeout.
+- a rank that is killed shows through its pidfd, whatever children of it still live, and on other hosts through the end
+  of its connection;
+- a rank that is stopped, or stays away, is named after a minute, and given up after the timeout;
+- so is a host that gives no more sign of life, or earlier if the transport, too, has lost it.
 
 The first word is final. The monitor logs it once, makes every collective of this package raise it (now and later),
 and if the main thread sits in a collective of somebody else's, which nothing can wake, ends the process after a grace
@@ -14,7 +16,10 @@ period.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
+import itertools
 import logging
 import os
 import select
@@ -26,17 +31,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from ringstrategy.host_links import HostLinks
 from ringstrategy.mailbox import Mailbox
 from ringstrategy.process_group import Rank, RankGroup
+from ringstrategy.waits import Waiting, late
 
 __all__ = ["FailureMonitor", "FailureNote", "RankFailure", "is_stopped"]
 
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_EXIT_SECONDS = 20.0  # long enough for a launching process to see its children end
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,8 @@ class RankFailure(RuntimeError):
         self.note = note
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """Where a rank waits: its how-manieth wait it is, what for, and which rank for, if it is for one alone.
-
-    Without a label the rank goes on; it did so after that many waits.
-    """
-
-    sequence: int
-    label: str = ""
-    on: int | None = None
-    since: float = 0.0
-
-
 class FailureMonitor:
-    """Watches the other ranks of this host, and is watched.
+    """Watches the other ranks, and is watched.
 
     Args:
         group: the ranks of the run.
@@ -120,10 +116,10 @@ class FailureMonitor:
         self._own_error: BaseException | None = None
         self._known_since = 0.0
         self._leaving = False
-        self._waiting: _Waiting | None = None
+        self._waiting: Waiting | None = None
         self._announced: int | None = None  # the wait that the others know of
         self._sequence = 0
-        self._others: dict[int, _Waiting] = {}
+        self._others: dict[int, Waiting] = {}
         self._stopped_since: dict[int, float] = {}
         self._warned_at = time.monotonic()
         self._callbacks: list[Callable[[BaseException], None]] = []
@@ -131,6 +127,7 @@ class FailureMonitor:
         self._wake, self._alarm = os.pipe()
         self._closing = False
         self._mailbox = Mailbox(group, tuple(self._neighbours.values()))
+        self._host_links = HostLinks(group)
         self._pidfds = {rank: os.pidfd_open(neighbour.pid) for rank, neighbour in self._neighbours.items()}
         self._dead: set[int] = set()
         self._abandoned: list[dist.Work] = []
@@ -175,14 +172,14 @@ class FailureMonitor:
         """
         self.check()
         self._sequence += 1
-        self._waiting = _Waiting(self._sequence, label, on, time.monotonic())
+        self._waiting = Waiting(self._sequence, label, on, time.monotonic())
         try:
             yield
         except RankFailure:
             raise
         except (RuntimeError, OSError) as error:
             # The transport notices a lost peer at once; who was lost, and why, is known a moment later.
-            if self._failed.wait(2 * _TICK_SECONDS) or self._blame_the_dead():
+            if self._failed.wait(2 * _TICK_SECONDS) or self._blame_the_dead() or self._wait_for_quiet():
                 assert self._note is not None
                 raise self._error(self._note) from error
             raise
@@ -234,6 +231,9 @@ class FailureMonitor:
         os.write(self._alarm, b"x")
         self._thread.join()
         self._mailbox.close()
+        if self._note is not None and self._host_links.connected:
+            atexit.register(_bound_exit)
+        self._host_links.close()
         for fd in (self._wake, self._alarm, *self._pidfds.values()):
             os.close(fd)
 
@@ -243,16 +243,21 @@ class FailureMonitor:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         poll = select.poll()
         ranks = {pidfd: rank for rank, pidfd in self._pidfds.items()}
-        for fd in (self._wake, *self._mailbox.descriptors, *ranks):
+        for fd in (self._wake, *self._mailbox.descriptors, *self._host_links.descriptors, *ranks):
             poll.register(fd, select.POLLIN)
         while not self._closing:
             ended = [fd for fd, _ in poll.poll(_TICK_SECONDS * 1000) if fd in ranks]
+            if self._note is None and not self._leaving:
+                self._blame_the_dead()  # of the last round: by now their own last word has come
+            self._host_links.beat()
             self._read_messages()
             for fd in ended:
                 poll.unregister(fd)
                 self._dead.add(ranks[fd])
                 if not self._leaving:
                     self._blame_the_dead()
+            self._dead |= self._host_links.lost
+            self._look_for_silent_ranks()
             self._look_for_stopped_ranks()
             self._look_at_own_wait()
             self._end_after_grace()
@@ -260,19 +265,46 @@ class FailureMonitor:
             self._look_for_stopped_ranks()  # the last look may have come just before the note
 
     def _read_messages(self) -> None:
-        for sender, message in self._mailbox.receive():
+        messages = itertools.chain((message for _, message in self._mailbox.receive()), self._host_links.receive())
+        for message in messages:
             if "reason" in message:
                 self._take(FailureNote(**message))
             else:
-                self._others[sender] = _Waiting(**message)
+                rank = message.pop("rank")
+                self._others[rank] = Waiting(**message)
 
     def _blame_the_dead(self) -> bool:
         if not self._dead:
             return False
-        rank = self._neighbours[min(self._dead)]
+        rank = self._ranks[min(self._dead)]
         reason = "the process is gone: it was killed, or exited on its own"
         self._give_up(rank, reason)
         return True
+
+    def _wait_for_quiet(self) -> bool:
+        """The transport has lost somebody. Who on another host that is shows within seconds, if it does."""
+        deadline = time.monotonic() + self._host_links.quiet_seconds + 2 * _TICK_SECONDS
+        while self._host_links.connected and time.monotonic() < deadline:
+            if self._failed.wait(_TICK_SECONDS) or self._blame_the_quiet():
+                return True
+        return False
+
+    def _blame_the_quiet(self, seconds: float | None = None) -> bool:
+        quiet = self._host_links.quiet(seconds)
+        if not quiet:
+            return False
+        rank, since = self._ranks[quiet[0]], self._host_links.quiet_seconds if seconds is None else seconds
+        host, here = rank.host.name, self._me.host.name
+        reason = f"no sign of life from it for more than {since:g} s"
+        if rank.host != self._me.host:
+            reason = f"no sign of life from {host} for more than {since:g} s: the process or its host is down, or the "
+            reason += f"link between {host} and {here} is cut"
+        self._give_up(rank, reason)
+        return True
+
+    def _look_for_silent_ranks(self) -> None:
+        if self._note is None and not self._leaving:
+            self._blame_the_quiet(self._timeout)
 
     def _look_for_stopped_ranks(self) -> None:
         now = time.monotonic()
@@ -293,45 +325,28 @@ class FailureMonitor:
     def _look_at_own_wait(self) -> None:
         waiting = self._waiting
         if self._announced is not None and (waiting is None or waiting.sequence != self._announced):
-            self._mailbox.send({"sequence": self._sequence})
+            self._tell({"rank": self._me.rank, "sequence": self._sequence})
             self._announced = None
         if waiting is None or self._note is not None:
             return
         age = time.monotonic() - waiting.since
         if age > min(1.0, self._timeout / 4) and self._announced is None:
             self._announced = waiting.sequence
-            self._mailbox.send({"sequence": waiting.sequence, "label": waiting.label, "on": waiting.on})
-        if age > self._timeout:
-            late = self._late(waiting)
-            self._give_up(late, f"did not reach {waiting.label} within {self._timeout:g} s{self._elsewhere(late)}")
+            where = {"sequence": waiting.sequence, "label": waiting.label, "on": waiting.on}
+            self._tell({"rank": self._me.rank, **where})
+        if age > self._timeout and not self._blame_the_quiet():
+            rank = self._late(waiting)
+            self._give_up(rank, f"did not reach {waiting.label} within {self._timeout:g} s{self._elsewhere(rank)}")
         elif age > self._warn_after:
-            late = self._late(waiting)
-            self._warn(f"waiting for {late} to reach {waiting.label}{self._elsewhere(late)}")
+            rank = self._late(waiting)
+            self._warn(f"waiting for {rank} to reach {waiting.label}{self._elsewhere(rank)}")
 
-    def _late(self, waiting: _Waiting) -> Rank:
-        """The rank that others wait for.
+    def _late(self, waiting: Waiting) -> Rank:
+        heard = {rank.rank for rank in self._ranks} if self._host_links.connected else set(self._neighbours)
+        return self._ranks[late(self._me.rank, waiting, self._others, sorted(heard - {self._me.rank}))]
 
-        That is the one which this rank waits for, if it waits for nobody itself; else the one that *that* one waits
-        for, and so on. In a collective it is one that waits for nobody, then the one that has come least far.
-        """
-        seen = {self._me.rank}
-        on = waiting.on
-        while on is not None and on not in seen:
-            theirs = self._others.get(on)
-            if theirs is None or not theirs.label:
-                return self._ranks[on]
-            seen.add(on)
-            on = theirs.on
-
-        def progress(rank: int) -> tuple[bool, bool, int]:
-            theirs = self._others.get(rank)
-            behind = theirs is None or theirs.sequence < waiting.sequence
-            return (theirs is not None and bool(theirs.label), not behind, theirs.sequence if theirs else -1)
-
-        return self._neighbours[min(self._neighbours, key=progress)] if self._neighbours else self._me
-
-    def _elsewhere(self, late: Rank) -> str:
-        theirs = self._others.get(late.rank)
+    def _elsewhere(self, rank: Rank) -> str:
+        theirs = self._others.get(rank.rank)
         return f" (it waits for {theirs.label})" if theirs and theirs.label else ""
 
     def _give_up(self, rank: Rank, reason: str) -> None:
@@ -347,8 +362,13 @@ class FailureMonitor:
 
     def _publish(self, note: FailureNote) -> None:
         if self._note is None:
-            self._mailbox.send(asdict(note))
+            self._tell(asdict(note))
         self._take(note)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        # Other hosts first: a neighbour that ends because of this must not look to them like the first.
+        self._host_links.send(message)
+        self._mailbox.send(message)
 
     def _take(self, note: FailureNote) -> None:
         if self._note is not None:
@@ -381,6 +401,15 @@ class FailureMonitor:
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def _bound_exit() -> None:
+    """Do not wait at exit for the backend's threads.
+
+    They may sit in operations with a host that is cut off: destroying the process group would last until these time
+    out, without giving any Python thread a chance.
+    """
+    faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
 def is_stopped(pid: int) -> bool:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Host", "ParameterMismatch", "Rank", "RankGroup", "check_same_parameters"]
+__all__ = ["Host", "HostPart", "Members", "ParameterMismatch", "Rank", "RankGroup", "check_same_parameters"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Host:
             net, user, pid = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user", "pid"))
         except OSError:
             boot_id, net, user, pid = f"unknown-{os.getpid()}", "", "", ""
-        return cls(platform.node(), boot_id, net, user, pid)
+        return cls(socket.gethostname(), boot_id, net, user, pid)
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,49 @@ class RankGroup:
             owned = self._owned.pop()
             if dist.is_initialized():
                 dist.destroy_process_group(owned)
+
+
+class Members(Protocol):
+    """Ranks that can meet, and who they are: a group, or its part on one host.
+
+    Attributes:
+        rank: this process's place among them.
+        world_size: how many they are.
+        ranks: who they are, by place.
+        timeout: how long a rank may keep the others waiting.
+    """
+
+    rank: int
+    world_size: int
+    ranks: tuple[Rank, ...]
+    timeout: timedelta
+
+    def exchange(self, value: T) -> list[T]:
+        """Give ``value`` to every member; the values of all, by place."""
+
+
+class HostPart:
+    """The ranks of a group that run on this rank's host.
+
+    What they exchange passes through the whole group, whose ranks therefore all make the same exchanges, each within
+    its own host.
+
+    Args:
+        group: the whole.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._places = [place for place, rank in enumerate(group.ranks) if rank.host == group.me.host]
+        self.rank = self._places.index(group.rank)
+        self.world_size = len(self._places)
+        self.ranks = tuple(group.ranks[place] for place in self._places)
+        self.timeout = group.timeout
+
+    def exchange(self, value: T) -> list[T]:
+        """Give ``value`` to every rank of this host; the values of all, by place."""
+        values = self._group.exchange(value)
+        return [values[place] for place in self._places]
 
 
 def _exchange(value: T, control: dist.ProcessGroup | None) -> list[T]:

@@ -7,6 +7,9 @@ One repeat of one collective is: an all-reduce of numbers that differ by rank an
 compared with the exact one; a barrier; and some all-reduces of the same buffer one after the other, each waited for.
 Its time is that of the slowest rank over the number of the latter, so that ranks leaving the barrier one after the
 other do not weigh. The collectives take turns repeat by repeat: whatever else the machine does meets all of them.
+
+With ``"measure"`` among the algorithms, each size begins with what ``algorithm="measure"`` does when training starts,
+and the row of the collective that it chooses says so.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,12 +32,14 @@ from ringstrategy.bench.environment import command_line
 from ringstrategy.bench.ranks import run_ranks
 from ringstrategy.bench.sizes import format_size
 from ringstrategy.collectives.base import Collective
-from ringstrategy.collectives.choose import Transport, choose_collective
+from ringstrategy.collectives.choose import CANDIDATES, open_collective
+from ringstrategy.collectives.measure import fastest
 from ringstrategy.process_group import RankGroup
 
-__all__ = ["COLLECTIVES", "AllReduceConfig", "AllReduceRow", "contribution", "measure", "modulus"]
+__all__ = ["ALGORITHMS", "AllReduceConfig", "AllReduceRow", "contribution", "measure", "modulus"]
 
-COLLECTIVES = tuple(name for name in get_args(Transport) if name != "auto")
+_CHOICE = "measure"
+ALGORITHMS = (*CANDIDATES, _CHOICE)
 _SMALL = 2**23  # all-reduces of less than this are timed several at a time ...
 _MIN_CALLS, _MAX_CALLS = 5, 64  # ... within these bounds
 
@@ -46,7 +51,8 @@ class AllReduceConfig:
     Attributes:
         ranks: number of processes.
         sizes: buffer sizes in bytes.
-        collectives: names of collectives, e.g. ``"shared_memory"`` and ``"backend"``.
+        algorithms: names of collectives, e.g. ``"shared_memory"`` and ``"backend"``; ``"measure"`` marks the one among
+            them that a run would choose by measuring.
         dtype: floating-point dtype of the elements.
         repeats: timed repeats per size and collective.
         warmup: repeats before them that are checked, but not timed.
@@ -55,7 +61,7 @@ class AllReduceConfig:
 
     ranks: int = 2
     sizes: tuple[int, ...] = (2**16, 2**20, 2**22, 25 * 2**20, 2**26)
-    collectives: tuple[str, ...] = ("shared_memory", "backend")
+    algorithms: tuple[str, ...] = ("shared_memory", "backend")
     dtype: str = "float32"
     repeats: int = 20
     warmup: int = 5
@@ -64,17 +70,24 @@ class AllReduceConfig:
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise ValueError(f"an all-reduce needs at least 2 ranks, not {self.ranks}")
-        for name in self.collectives:
-            if name not in COLLECTIVES:
-                raise ValueError(f"unknown collective {name!r}: choose from {', '.join(COLLECTIVES)}")
-        if len(set(self.collectives)) < len(self.collectives):
-            raise ValueError(f"a collective is named twice: {', '.join(self.collectives)}")
+        for name in self.algorithms:
+            if name not in ALGORITHMS:
+                raise ValueError(f"unknown algorithm {name!r}: choose from {', '.join(ALGORITHMS)}")
+        if len(set(self.algorithms)) < len(self.algorithms):
+            raise ValueError(f"an algorithm is named twice: {', '.join(self.algorithms)}")
+        if not self.collectives:
+            raise ValueError(f"{_CHOICE!r} chooses from the other algorithms that are named; name some")
         for size in self.sizes:
             if size % self.torch_dtype.itemsize:
                 raise ValueError(
                     f"{format_size(size)} is no whole number of {self.dtype} elements"
                     f" of {self.torch_dtype.itemsize} bytes"
                 )
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """The algorithms that are measured."""
+        return tuple(name for name in self.algorithms if name != _CHOICE)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,7 +103,7 @@ class AllReduceConfig:
         options: dict[str, object] = {
             "ranks": self.ranks,
             "sizes": [format_size(size) for size in self.sizes],
-            "collectives": self.collectives,
+            "algorithms": self.algorithms,
             "dtype": self.dtype,
             "repeats": self.repeats,
             "warmup": self.warmup,
@@ -109,6 +122,7 @@ class AllReduceRow:
         median_s: median over the repeats of the slowest rank's time of one all-reduce.
         algbw_GBps: ``bytes / median_s``, in units of 1e9 bytes per second.
         busbw_GBps: ``algbw * 2(n-1)/n``.
+        chosen: ``"measure"`` was among the algorithms, and chose this collective for this size.
     """
 
     collective: str
@@ -117,16 +131,22 @@ class AllReduceRow:
     median_s: float
     algbw_GBps: float
     busbw_GBps: float
+    chosen: bool = False
 
     @classmethod
-    def of(cls, collective: str, ranks: int, nbytes: int, median_s: float) -> AllReduceRow:
+    def of(cls, collective: str, ranks: int, nbytes: int, median_s: float, chosen: bool = False) -> AllReduceRow:
         """Work out the bandwidths from a time in seconds."""
         algbw = nbytes / median_s / 1e9
-        return cls(collective, ranks, nbytes, median_s, algbw, algbw * 2 * (ranks - 1) / ranks)
+        return cls(collective, ranks, nbytes, median_s, algbw, algbw * 2 * (ranks - 1) / ranks, chosen)
 
 
-def measure(config: AllReduceConfig) -> list[AllReduceRow]:
+def measure(config: AllReduceConfig, enter: Callable[[int], None] | None = None) -> list[AllReduceRow]:
     """Start the ranks, measure, and end them.
+
+    Args:
+        config: what to measure.
+        enter: called first in the process of each rank, with the rank, e.g. to move it to another network namespace. A
+            function of a module, or a partial of one.
 
     Returns:
         One row per size and collective, by size and then as named.
@@ -135,9 +155,9 @@ def measure(config: AllReduceConfig) -> list[AllReduceRow]:
         BenchError: a rank died or failed, a sum was wrong, or a collective is not available here. No rank is left.
     """
     with tempfile.TemporaryDirectory(prefix="ringstrategy-bench-") as folder:
-        run_ranks(_run_rank, config.ranks, config, folder)
+        run_ranks(_run_rank, config.ranks, config, folder, enter)
         medians = json.loads(_result_file(folder).read_text())
-    return [AllReduceRow.of(name, config.ranks, size, seconds) for size, name, seconds in medians]
+    return [AllReduceRow.of(name, config.ranks, size, seconds, chosen) for size, name, seconds, chosen in medians]
 
 
 def modulus(ranks: int, dtype: torch.dtype) -> int:
@@ -160,8 +180,10 @@ def contribution(rank: int, ranks: int, count: int, dtype: torch.dtype) -> Tenso
     return (torch.arange(count) + rank * (period // ranks)) % period
 
 
-def _run_rank(rank: int, config: AllReduceConfig, folder: str) -> None:
+def _run_rank(rank: int, config: AllReduceConfig, folder: str, enter: Callable[[int], None] | None) -> None:
     """One process: joins the others, measures every size, and rank 0 writes the medians."""
+    if enter is not None:
+        enter(rank)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(
@@ -169,11 +191,11 @@ def _run_rank(rank: int, config: AllReduceConfig, folder: str) -> None:
     )
     group = RankGroup.connect(torch.device("cpu"), timeout)
     collectives = [_open(group, name) for name in config.collectives]
-    medians = [
-        (size, name, seconds)
-        for size in config.sizes
-        for name, seconds in _measure_size(collectives, size, rank, config).items()
-    ]
+    medians: list[tuple[int, str, float, bool]] = []
+    for size in config.sizes:
+        choice = _choice(group, collectives, size, config)
+        found = _measure_size(collectives, size, rank, config)
+        medians += [(size, name, seconds, name == choice) for name, seconds in found.items()]
     for collective in collectives:
         collective.close()
     if rank == 0:
@@ -184,13 +206,18 @@ def _run_rank(rank: int, config: AllReduceConfig, folder: str) -> None:
 
 def _open(group: RankGroup, name: str) -> Collective:
     """The collective of this name, or an error that says it cannot be had."""
-    try:
-        collective = choose_collective(group, transport=cast(Transport, name))
-    except RuntimeError as error:
-        raise BenchError(f"the collective {name!r} is not available: {error}") from error
-    if collective.name != name:
-        raise BenchError(f"the collective {name!r} is not available here; {collective.name!r} would take its place")
+    collective, obstacle = open_collective(group, name)
+    if collective is None:
+        raise BenchError(f"{name!r} is not available here: {obstacle}")
     return collective
+
+
+def _choice(group: RankGroup, collectives: list[Collective], nbytes: int, config: AllReduceConfig) -> str | None:
+    """What a run with one bucket of this size would choose by measuring, if that is asked for."""
+    if _CHOICE not in config.algorithms:
+        return None
+    bucket = nbytes // config.torch_dtype.itemsize, config.torch_dtype
+    return next(iter(fastest(group, {each.name: each for each in collectives}, lambda _: [bucket])))
 
 
 def _measure_size(collectives: list[Collective], nbytes: int, rank: int, config: AllReduceConfig) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ringstrategy.quantities import format_time
 __all__ = ["plot_all_reduce", "plot_pipeline", "plot_train_step"]
 
 # Ours in a strong colour, what it is measured against in quiet ones.
-_OURS, _OTHERS, _FLOOR = "#d9480f", ("#495057", "#1971c2", "#2f9e44"), "#adb5bd"
+_OURS, _OTHERS, _FLOOR = "#d9480f", ("#495057", "#1971c2", "#2f9e44", "#9c36b5", "#f08c00"), "#adb5bd"
 # Of a pipeline: colour, dashes and marker. Ours are warm, torch's are cool.
 _LINES = {
     "gpipe": (_OURS, "-", "o"),

@@ -21,13 +21,23 @@ _BASELINE = "backend"
 
 
 def all_reduce_table(rows: Sequence[AllReduceRow]) -> Table:
-    """One line per size and collective, with the speed relative to the backend's own all-reduce where it was run."""
+    """One line per size and collective, with the speed relative to the backend's own all-reduce where it was run.
+
+    Where ``measure`` has chosen, a column marks what, and the caption says how far that is from the best at most.
+    """
     backend_s = {row.bytes: row.median_s for row in rows if row.collective == _BASELINE}
     table = Table(title=f"all-reduce, {rows[0].ranks} ranks (GB = 1e9 bytes)")
     table.add_column("size", justify="right")
     table.add_column("collective")
-    for name in ("time", "algbw GB/s", "busbw GB/s", *(["vs backend"] if backend_s else [])):
+    chosen = any(row.chosen for row in rows)
+    for name in (
+        *("time", "algbw GB/s", "busbw GB/s"),
+        *(["vs backend"] if backend_s else []),
+        *(["measure"] if chosen else []),
+    ):
         table.add_column(name, justify="right")
+    if chosen:
+        table.caption = f"what 'measure' chose is at most {_most_behind(rows):.0%} behind the best of its size"
     last = None
     for row in rows:
         if last not in (None, row.bytes):
@@ -40,9 +50,16 @@ def all_reduce_table(rows: Sequence[AllReduceRow]) -> Table:
             f"{row.algbw_GBps:.2f}",
             f"{row.busbw_GBps:.2f}",
             *ratio,
+            *(["chosen" if row.chosen else ""] if chosen else []),
         )
         last = row.bytes
     return table
+
+
+def _most_behind(rows: Sequence[AllReduceRow]) -> float:
+    """By which part of its time a chosen collective is slower than the fastest of the same size, at most."""
+    best_s = {row.bytes: min(other.median_s for other in rows if other.bytes == row.bytes) for row in rows}
+    return max(row.median_s / best_s[row.bytes] - 1 for row in rows if row.chosen)
 
 
 def train_step_table(rows: Sequence[TrainStepRow]) -> Table:

@@ -16,9 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ringstrategy.bench import BenchError
@@ -26,44 +26,72 @@ from ringstrategy.bench.environment import command_line
 from ringstrategy.bench.models import check_model
 from ringstrategy.bench.train_worker import RankResult, TrainRun
 
-__all__ = ["Contender", "TrainStepConfig", "TrainStepRow", "measure"]
+__all__ = ["Contender", "Place", "TrainStepConfig", "TrainStepRow", "measure"]
 
 _BASES = ("ring_ddp", "ddp", "none")
+_SUFFIXES = {
+    "keep": "memory", "release": "memory", "backend": "transport", "bf16": "compression", "fp16": "compression",
+}  # fmt: skip
 _OUTPUT_LINES = 30  # of a failed run
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a part of the ranks runs.
+
+    Attributes:
+        prefix: words before a command, which have it run there.
+        environment: variables that it needs there.
+    """
+
+    prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Contender:
-    """A strategy and what it does with freed memory.
+    """A strategy, what it does with freed memory, and how gradients travel.
 
     Attributes:
         base: ``"ring_ddp"``, ``"ddp"`` or ``"none"``.
         memory: ``"keep"``: glibc keeps freed memory for the next step, as ``RingDDPStrategy`` has it do;
             ``"release"``: glibc is as it comes; ``""``: whatever is the strategy's default, which is to keep it for
             ``ring_ddp`` and to release it for the others.
+        transport: ``"backend"`` for ``ring_ddp`` without shared memory; ``""``: its default.
+        compression: of ``ring_ddp``, ``"bf16"`` or ``"fp16"``; ``""``: none.
     """
 
     base: str
     memory: str = ""
+    transport: str = ""
+    compression: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Contender:
-        """Read ``"ddp"``, ``"ddp+keep"`` or ``"ring_ddp+release"``.
+        """Read ``"ddp"``, ``"ddp+keep"``, ``"ring_ddp+release"`` or ``"ring_ddp+backend+bf16"``.
 
         Raises:
             ValueError: no such strategy or suffix.
         """
-        base, plus, memory = text.partition("+")
-        if base not in _BASES or (plus and memory not in ("keep", "release")):
+        base, *suffixes = text.split("+")
+        found: dict[str, str] = {}
+        for suffix in suffixes:
+            kind = _SUFFIXES.get(suffix, "")
+            if not kind or kind in found or (kind != "memory" and base != "ring_ddp"):
+                base = ""
+                break
+            found[kind] = suffix
+        if base not in _BASES:
             raise ValueError(
-                f"unknown strategy {text!r}: choose from {', '.join(_BASES)}, each also with +keep or +release"
+                f"unknown strategy {text!r}: choose from {', '.join(_BASES)}, each also with +keep or +release, and"
+                " ring_ddp with +backend, +bf16 or +fp16"
             )
-        return cls(base, memory)
+        return cls(base, **found)
 
     @property
     def name(self) -> str:
         """What :meth:`parse` reads."""
-        return f"{self.base}+{self.memory}" if self.memory else self.base
+        return "+".join(part for part in (self.base, self.memory, self.transport, self.compression) if part)
 
     @property
     def keeps(self) -> bool:
@@ -137,12 +165,18 @@ class TrainStepRow:
     copy_s: float | None = None
 
 
-def measure(config: TrainStepConfig, progress: Callable[[str], None] = lambda _: None) -> list[TrainStepRow]:
+def measure(
+    config: TrainStepConfig,
+    progress: Callable[[str], None] = lambda _: None,
+    places: Sequence[Place] = (Place(),),
+) -> list[TrainStepRow]:
     """Run every strategy in every round.
 
     Args:
         config: what to measure.
         progress: told what runs next.
+        places: the hosts, which divide the ranks evenly; this one by default. Of several, the environment of each has
+            ``MASTER_ADDR``, the address of the first.
 
     Returns:
         One row per strategy, in the order of the configuration.
@@ -151,11 +185,13 @@ def measure(config: TrainStepConfig, progress: Callable[[str], None] = lambda _:
         BenchError: a run failed, or a strategy that synchronises left the ranks with different parameters. No process
             of it is left.
     """
+    if config.ranks % len(places):
+        raise BenchError(f"{config.ranks} ranks cannot be divided evenly among {len(places)} hosts")
     results: dict[Contender, list[list[RankResult]]] = {contender: [] for contender in config.strategies}
     for number in range(config.rounds):
         for contender, runs in results.items():
             progress(f"round {number + 1} of {config.rounds}: {contender.name}")
-            runs.append(_fit(config, contender))
+            runs.append(_fit(config, contender, places))
     return [_row(config, contender, runs) for contender, runs in results.items()]
 
 
@@ -179,11 +215,14 @@ def _median(values: Iterator[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _fit(config: TrainStepConfig, contender: Contender) -> list[RankResult]:
+def _fit(config: TrainStepConfig, contender: Contender, places: Sequence[Place]) -> list[RankResult]:
     """One run in fresh processes; what each rank saw, by rank."""
     run = TrainRun(
         strategy=contender.base,
         keep_freed_memory=contender.keeps,
+        transport=contender.transport or "auto",
+        compression=contender.compression or None,
+        hosts=len(places),
         model=config.model,
         batch_size=config.batch_size,
         image_size=config.image_size,
@@ -199,8 +238,18 @@ def _fit(config: TrainStepConfig, contender: Contender) -> list[RankResult]:
         (folder / "run.json").write_text(json.dumps(asdict(run)))
         output = folder / "output.txt"
         command = [sys.executable, "-m", "ringstrategy.bench.train_worker", name]
-        with output.open("wb") as stream, _process_group(command, environment, stream.fileno()) as process:
-            code = process.wait()
+        with output.open("wb") as stream, ExitStack() as stack:
+            processes = [
+                stack.enter_context(
+                    _process_group(
+                        [*place.prefix, *command],
+                        environment | {"NODE_RANK": str(number)} | dict(place.environment),
+                        stream.fileno(),
+                    )
+                )
+                for number, place in enumerate(places)
+            ]
+            code = max(abs(process.wait()) for process in processes)
         files = [folder / f"rank-{rank}.json" for rank in range(config.ranks)]
         if code or not all(file.exists() for file in files):
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,8 @@ from ringstrategy import RingDDPStrategy
 from ringstrategy.allocator import keep_freed_memory
 from ringstrategy.bench.memory import PeakPss
 from ringstrategy.bench.models import SyntheticBatches, SyntheticClassifier, build_network
+from ringstrategy.collectives.choose import Transport
+from ringstrategy.collectives.half_precision import Compression
 from ringstrategy.communication import Communication
 
 __all__ = ["NoSyncStrategy", "RankResult", "TrainRun", "main"]
@@ -40,11 +42,17 @@ class TrainRun:
         strategy: ``"ring_ddp"``, ``"ddp"`` or ``"none"``.
         keep_freed_memory: what ``RingDDPStrategy`` gets as its argument of this name; for the others the process is
             set up in the same way.
+        transport: likewise, of ``RingDDPStrategy``.
+        compression: likewise.
+        hosts: over which the ranks are divided.
         timeout_s: how long a rank waits for another before it gives up.
     """
 
     strategy: str
     keep_freed_memory: bool
+    transport: str
+    compression: str | None
+    hosts: int
     model: str
     batch_size: int
     image_size: int
@@ -124,7 +132,12 @@ def _communication(trainer: pl.Trainer) -> Communication | None:
 def _build_strategy(run: TrainRun) -> DDPStrategy:
     timeout = timedelta(seconds=run.timeout_s)
     if run.strategy == "ring_ddp":
-        return RingDDPStrategy(timeout=timeout, keep_freed_memory=run.keep_freed_memory)
+        return RingDDPStrategy(
+            timeout=timeout,
+            keep_freed_memory=run.keep_freed_memory,
+            transport=cast(Transport, run.transport),
+            compression=cast("Compression | None", run.compression),
+        )
     if run.keep_freed_memory and not keep_freed_memory():
         raise RuntimeError("freed memory can be kept with glibc only; leave out +keep")
     if run.strategy == "none":
@@ -144,7 +157,8 @@ def main(folder: Path) -> None:
     length = run.warmup + run.steps + _MEMORY_STEPS
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=run.ranks,
+        devices=run.ranks // run.hosts,
+        num_nodes=run.hosts,
         strategy=_build_strategy(run),
         callbacks=[watch],
         max_epochs=1,

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
@@ -63,7 +64,7 @@ def _add_all_reduce(kinds: argparse._SubParsersAction[Any]) -> None:
         kinds,
         "all-reduce",
         _all_reduce,
-        "bandwidth of our all-reduce and of the backend's own",
+        "bandwidth of our all-reduces and of the backend's own",
         "Bandwidth of several all-reduces, interleaved repeat by repeat in one run, as nccl-tests counts it: algbw ="
         " size / time, busbw = algbw * 2(n-1)/n, GB = 1e9 bytes. Times are medians over the repeats of the slowest"
         " rank; every result is checked element by element.",
@@ -76,10 +77,11 @@ def _add_all_reduce(kinds: argparse._SubParsersAction[Any]) -> None:
         help="sizes of the whole buffer, separated by commas: 64KiB, 25MiB, 1GiB, or a number of bytes",
     )
     parser.add_argument(
-        "--collectives",
+        "--algorithms",
         type=argument(_names),
         default="shared_memory,backend",
-        help="what to measure, separated by commas",
+        help="what to measure, separated by commas: shared_memory, backend (the process group's own), ring, tree and"
+        " naive (over its send and receive); measure marks which of them algorithm='measure' chooses",
     )
     parser.add_argument("--dtype", choices=("float32", "float64", "float16", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=at_least(1), default=20, help="timed repeats")
@@ -96,7 +98,7 @@ def _add_train_step(kinds: argparse._SubParsersAction[Any]) -> None:
         " thread each, the strategies taking turns. 'ddp' is Lightning's with static_graph and gradient_as_bucket_view;"
         " 'none' trains the same processes without gradient sync, the floor. The suffix +keep makes glibc keep freed"
         " memory instead of handing it back to the system (ring_ddp's default), +release lets it hand it back (the"
-        " others' default).",
+        " others' default). ring_ddp+backend does without shared memory, where +bf16 or +fp16 compress gradients.",
     )
     parser.add_argument("--model", default="mlp", help="mlp (10.5 M parameters) or any classifier of torchvision")
     parser.add_argument("--batch-size", type=at_least(1), default=32, help="samples per rank and step")
@@ -153,7 +155,7 @@ def _all_reduce(args: argparse.Namespace) -> int:
         return all_reduce.AllReduceConfig(
             ranks=args.ranks,
             sizes=args.sizes,
-            collectives=args.collectives,
+            algorithms=args.algorithms,
             dtype=args.dtype,
             repeats=args.repeats,
             warmup=args.warmup,
@@ -168,7 +170,7 @@ def _train_step(args: argparse.Namespace) -> int:
     def configure() -> train_step.TrainStepConfig:
         contenders = [train_step.Contender.parse(name) for name in args.strategies]
         if args.keep_freed_memory:
-            contenders = [train_step.Contender(each.base, each.memory or "keep") for each in contenders]
+            contenders = [replace(each, memory=each.memory or "keep") for each in contenders]
         return train_step.TrainStepConfig(
             model=args.model,
             batch_size=args.batch_size,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Collective", "Work"]
+__all__ = ["Collective", "Watch", "Work"]
 
 
 class Work(Protocol):
@@ -20,6 +20,19 @@ class Work(Protocol):
         Raises:
             RankFailure: another rank failed, left, or did not answer within the timeout.
         """
+
+
+class Watch(Protocol):
+    """Is told of the all-reduces of a rank, in whichever thread they run; times are of ``time.perf_counter``."""
+
+    def arrived(self, rank: int) -> None:
+        """The part of another rank is in place for the all-reduce under way, and perhaps has been for a while."""
+
+    def summed(self) -> None:
+        """This rank has taken and given everything in the all-reduce under way."""
+
+    def all_reduced(self, nbytes: int, begun: float, ended: float) -> None:
+        """An all-reduce of so many bytes is over."""
 
 
 class Collective(Protocol):
@@ -53,7 +66,7 @@ class Collective(Protocol):
             stays readable, but can no longer be reduced.
         """
 
-    def all_reduce(self, buffer: Tensor, background: bool = True) -> Work:
+    def all_reduce(self, buffer: Tensor, background: bool = True, exact: int = 0) -> Work:
         """Start summing ``buffer`` over all ranks, in place.
 
         Args:
@@ -61,7 +74,11 @@ class Collective(Protocol):
                 touched before :meth:`Work.wait` returns.
             background: the caller has other work to do meanwhile. False allows to leave all to :meth:`Work.wait`, which
                 saves waking a thread.
+            exact: so many elements at the end are no gradients, but counts; whoever sends fewer bits spares them.
         """
+
+    def watch(self, watch: Watch | None) -> None:
+        """Tell ``watch`` of every all-reduce from here on, as far as this collective knows; None ends that."""
 
     def abort(self, error: BaseException) -> None:
         """Make every pending and later :meth:`Work.wait` raise ``error``. Safe to call from any thread."""

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from ringstrategy.process_group import Rank, RankGroup
+from ringstrategy.process_group import Members, Rank
 
 __all__ = ["Bell", "Link", "LinkLost", "close_in_forked_child", "connect_all"]
 
@@ -173,7 +173,7 @@ class Link:
         self._socket.close()
 
 
-def connect_all(group: RankGroup, name: str) -> list[Link]:
+def connect_all(group: Members, name: str) -> list[Link]:
     """Connect every rank of a group, all of them on one host, with every other. Collective.
 
     The addresses lie in the abstract namespace: no file to leave behind, but other users of the host can reach them. So

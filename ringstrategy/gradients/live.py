@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -12,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ringstrategy.collectives.base import Work
 from ringstrategy.gradients.buckets import BucketPlan, Spec, is_dense
 
-__all__ = ["Gradient", "LiveBucket", "lay_out", "lives_in"]
+__all__ = ["Gradient", "LiveBucket", "lay_out", "lives_in", "set_aside"]
 
 
 @dataclass(eq=False)
@@ -64,6 +66,19 @@ def lives_in(grad: Tensor | None, view: Tensor | None) -> TypeGuard[Tensor]:
         and grad.data_ptr() == view.data_ptr()
         and grad.numel() > 0
     )
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Parameters have no gradients in here, and the same as before afterwards."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:

@@ -12,21 +12,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from ringstrategy.collectives.base import Collective
-from ringstrategy.gradients.buckets import ALIGNMENT, MIB, plan_buckets
-from ringstrategy.gradients.live import Gradient, LiveBucket, lay_out, lives_in
+from ringstrategy.gradients.autograd import inside_backward, with_value
+from ringstrategy.gradients.buckets import MIB
+from ringstrategy.gradients.layout import Layout
+from ringstrategy.gradients.live import Gradient, LiveBucket, lives_in, set_aside
 from ringstrategy.gradients.sparse import mean_of_sparse
 from ringstrategy.process_group import RankGroup
 
 __all__ = ["GradientReducer"]
+
+_NOT_WEIGHTED = (
+    "Parameter '{}' received a gradient from a backward that was not started by Lightning, so that its loss is not "
+    "weighted as `average` or `uneven` ask for. Call `self.manual_backward(loss)` instead of `loss.backward()`."
+)
 
 
 class GradientReducer:
@@ -43,12 +48,15 @@ class GradientReducer:
         group: the ranks.
         bucket_cap_bytes: most bytes of gradients in a bucket.
         waiting: context around every wait, given what is waited for.
+        weighted: losses are weighted before they go backward, which a plain ``loss.backward()`` would leave out.
 
     Attributes:
         exposed_seconds: time in which backward had ended and the means were not there yet.
         copy_seconds: time that copying gradients into buckets has added to backward; no part of the above. On CUDA the
             host does not wait for a copy: there it is only the time to start them.
         all_reduces: buckets sent so far.
+        watch: called with the end of every backward, when the means were there, and the buckets; None while nobody
+            asks.
     """
 
     def __init__(
@@ -60,10 +68,10 @@ class GradientReducer:
         sparse: frozenset[str] = frozenset(),
         bucket_cap_bytes: int = 25 * MIB,
         waiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        weighted: bool = False,
     ) -> None:
         self._collective = collective
         self._group = group
-        self._cap = bucket_cap_bytes
         self._scale = 1.0 / group.world_size
         self._gradients = [
             Gradient(index, name, parameter, sparse=name in sparse)
@@ -71,12 +79,7 @@ class GradientReducer:
         ]
         self._frozen = list(self._gradients)  # never trained so far; autograd takes no hook on them
         self._hooked: list[Gradient] = []
-        self._buckets: list[LiveBucket] = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._order: list[int] = []  # in which gradients arrive, while observing
-        self._groups: list[list[Gradient]] = []  # the order that was observed, and what some rank did not use
-        self._observing = True
-        self._stale = True  # the buckets do not follow what is known by now
+        self._layout = Layout(self._gradients, collective, group, bucket_cap_bytes, waiting)
         self._launched = 0
         self._sync = True
         self._open = False  # a backward has produced gradients that are not averaged yet
@@ -85,7 +88,9 @@ class GradientReducer:
         self.exposed_seconds = 0.0
         self.copy_seconds = 0.0
         self.all_reduces = 0
+        self.watch: Callable[[float, float, Sequence[LiveBucket]], None] | None = None
         self._waiting = waiting
+        self._weighted = weighted
         self.refresh()
 
     # -- for the strategy --------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ class GradientReducer:
             gradient.hook = self._hook(gradient)
             self._frozen.remove(gradient)
             self._hooked.append(gradient)
-            self._observing = self._stale = True
+            self._layout.observe()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,6 +126,24 @@ class GradientReducer:
         if self._sync:
             self.finish()
 
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Gradients that a backward makes in here are forgotten, as if there had been none."""
+        dirty = [gradient.dirty for gradient in self._hooked]
+        try:
+            with self.no_sync(), set_aside(gradient.parameter for gradient in self._hooked):
+                yield
+        finally:
+            for gradient, before in zip(self._hooked, dirty, strict=True):
+                gradient.dirty = before
+
+    @torch.no_grad()
+    def scale_accumulated(self, factor: float) -> None:
+        """Multiply what is to be averaged by the next backward, and has been accumulated before it."""
+        for gradient in self._hooked:
+            if gradient.dirty and gradient.parameter.grad is not None:
+                gradient.parameter.grad.mul_(factor)
+
     def flush(self) -> None:
         """Finish what a backward has left open. Before an optimizer steps."""
         if self._open:
@@ -135,9 +158,8 @@ class GradientReducer:
             if lives_in(gradient.parameter.grad, gradient.view):
                 gradient.parameter.grad = gradient.parameter.grad.detach().clone()
             gradient.view = gradient.bucket = None
-        self._buckets.clear()
         self._hooked.clear()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout.close()
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
@@ -145,6 +167,8 @@ class GradientReducer:
         def arrived(_: Tensor) -> None:
             if gradient.parameter.grad is None:
                 return  # a function of autograd had none to give; torch calls all the same
+            if self._weighted and not self._explicit:
+                raise RuntimeError(_NOT_WEIGHTED.format(gradient.name))
             gradient.dirty = True
             if self._sync:
                 self._arrived(gradient)
@@ -155,13 +179,13 @@ class GradientReducer:
     def _arrived(self, gradient: Gradient) -> None:
         if not self._open:
             self._open = True
-            self._follow_plan()
+            self._layout.follow(self._hooked)
         if not self._explicit:
             self._call_at_end()
         gradient.fired += 1
-        if self._observing:
+        if self._layout.observing:
             if gradient.fired == 1:
-                self._order.append(gradient.index)
+                self._layout.order.append(gradient.index)
                 self._timed(self._adopt, gradient)
         elif gradient.fired == gradient.expected:
             if not gradient.sparse:
@@ -208,13 +232,13 @@ class GradientReducer:
         bucket.missing -= 1
 
     def _launch_full(self) -> None:
-        while self._launched < len(self._buckets) and self._buckets[self._launched].missing == 0:
-            bucket = self._buckets[self._launched]
+        while self._launched < len(self._layout.buckets) and self._layout.buckets[self._launched].missing == 0:
+            bucket = self._layout.buckets[self._launched]
             bucket.flags.fill_(1)
             self._launch(bucket, background=True)
 
     def _launch(self, bucket: LiveBucket, background: bool) -> None:
-        bucket.work = self._collective.all_reduce(bucket.flat, background)
+        bucket.work = self._collective.all_reduce(bucket.flat, background, exact=len(bucket.gradients))
         self._launched += 1
         self.all_reduces += 1
 
@@ -227,7 +251,7 @@ class GradientReducer:
 
     def _backward_ended(self) -> None:
         # A backward inside another (reentrant checkpointing) is not the end.
-        if self._open and not self._explicit and not _inside_backward(sys._getframe()):
+        if self._open and not self._explicit and not inside_backward(sys._getframe()):
             self.finish()
 
     # -- after backward ----------------------------------------------------------------------------------------------
@@ -236,24 +260,26 @@ class GradientReducer:
     def finish(self) -> None:
         """Send what is left, wait for all buckets, and install the means. Collective."""
         begun = time.perf_counter()
-        self._follow_plan()
-        if self._observing:
-            with self._waiting("the order of gradients"):
-                self._share_observation()
-        for bucket in self._buckets[self._launched :]:
+        self._layout.follow(self._hooked)
+        if self._layout.observing:
+            self._layout.share(self._hooked)
+        for bucket in self._layout.buckets[self._launched :]:
             self._complete(bucket)
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self._layout.buckets):
             assert bucket.work is not None
             with self._waiting(bucket.label(number)):
                 bucket.work.wait()
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             self._install(bucket)
         for gradient in self._hooked:
             if gradient.sparse:
                 with self._waiting(f"sparse gradient '{gradient.name}'"):
                     self._average_sparse(gradient)
         self._reset()
-        self.exposed_seconds += time.perf_counter() - begun
+        ended = time.perf_counter()
+        self.exposed_seconds += ended - begun
+        if self.watch is not None:
+            self.watch(begun, ended, self._layout.buckets)
 
     def _complete(self, bucket: LiveBucket) -> None:
         """Send a bucket, whatever this rank has of it."""
@@ -292,8 +318,7 @@ class GradientReducer:
                 gradient.parameter.grad = gradient.view if users[place] else gradient.kept
             elif gradient.graph is not None:
                 assert gradient.view is not None
-                with torch.enable_grad():
-                    gradient.parameter.grad = _WithValue.apply(gradient.graph, gradient.view)
+                gradient.parameter.grad = with_value(gradient.graph, gradient.view)
             gradient.kept = gradient.graph = None
 
     def _average_sparse(self, gradient: Gradient) -> None:
@@ -308,69 +333,10 @@ class GradientReducer:
         for gradient in self._hooked:
             gradient.fired = 0
             gradient.dirty = gradient.staged = False
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.missing = len(bucket.gradients)
             bucket.work = None
         self._launched = 0
-        self._order.clear()
+        self._layout.order.clear()
         self._tasks.clear()
         self._open = False
-
-    # -- the plan ----------------------------------------------------------------------------------------------------
-
-    def _follow_plan(self) -> None:
-        """Lay out the buckets anew if more is known than when they were made. Collective where memory grows."""
-        if not self._stale:
-            return
-        known = {gradient.index for group in self._groups for gradient in group}
-        new = [gradient for gradient in reversed(self._hooked) if gradient.index not in known]
-        groups = [[g.spec for g in group if not g.sparse] for group in (*self._groups, new)]
-        plan = plan_buckets(groups, self._cap)
-        if plan.nbytes > self._memory.numel():
-            # With room for another arrangement, so that one piece of memory serves all.
-            with self._waiting("memory for gradient buckets"):
-                self._memory = self._collective.allocate(plan.nbytes + ALIGNMENT * len(self._hooked))
-        self._buckets = lay_out(plan, self._memory, self._gradients)
-        self._memory.zero_()
-        self._stale = False
-
-    def _share_observation(self) -> None:
-        """Agree with the other ranks on the order of gradients, how often they fire, and which are sparse."""
-        mine = (
-            self._order,
-            {g.index: g.fired for g in self._hooked},
-            {g.index for g in self._hooked if g.parameter.grad is not None and g.parameter.grad.is_sparse},
-        )
-        everyone = self._group.exchange(mine)
-        order = everyone[0][0]
-        for gradient in self._hooked:
-            gradient.expected = max(1, *(fired.get(gradient.index, 0) for _, fired, _ in everyone))
-            gradient.sparse |= any(gradient.index in sparse for _, _, sparse in everyone)
-        # What some rank did not use may come late or never; it must not hold up the rest.
-        always = dict.fromkeys(index for index in order if all(fired[index] for _, fired, _ in everyone))
-        rest = [gradient for gradient in reversed(self._hooked) if gradient.index not in always]
-        self._groups = [[self._gradients[index] for index in always], rest]
-        self._observing = False
-        self._stale = True  # for the next backward: the gradients of this one lie where they are
-
-
-class _WithValue(torch.autograd.Function):
-    """The mean as a value, with the local gradient's graph for derivatives of higher order."""
-
-    @staticmethod
-    def forward(ctx: object, local: Tensor, mean: Tensor) -> Tensor:
-        return mean.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None
-
-
-def _inside_backward(frame: FrameType | None) -> bool:
-    """Whether this thread is running the backward of a Python-implemented autograd function."""
-    inner = BackwardCFunction.apply.__code__
-    while frame is not None:
-        if frame.f_code is inner:
-            return True
-        frame = frame.f_back
-    return False

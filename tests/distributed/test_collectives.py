@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from ringstrategy.collectives.base import Collective
-from ringstrategy.collectives.choose import Transport, check_choice, choose_collective
+from ringstrategy.collectives.choose import check_choice, choose_collective, open_collective
 from ringstrategy.collectives.links import LinkLost
 from ringstrategy.collectives.shared_memory import SharedMemoryRing
 from ringstrategy.process_group import RankGroup
 from tests.helpers.ranks import run_ranks
 
 _CPU = torch.device("cpu")
-_TRANSPORTS: list[Transport] = ["shared_memory", "backend"]
+_NAMES = ["shared_memory", "backend", "ring", "tree", "naive"]
 _DTYPES = [
     torch.float32,
     torch.float64,
@@ -33,9 +33,10 @@ _DTYPES = [
 
 
 @contextlib.contextmanager
-def _collective(transport: Transport, seconds: float = 20.0) -> Iterator[Collective]:
+def _collective(name: str, seconds: float = 20.0) -> Iterator[Collective]:
     group = RankGroup.connect(_CPU, timedelta(seconds=seconds))
-    collective = choose_collective(group, transport=transport)
+    collective, obstacle = open_collective(group, name)
+    assert collective is not None, obstacle
     try:
         yield collective
     finally:
@@ -48,9 +49,9 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.complex(numbers.float(), -2.0 * numbers).to(dtype) if dtype.is_complex else numbers.to(dtype)
 
 
-def _sums(rank: int, world_size: int, transport: Transport) -> None:
-    with _collective(transport) as collective:
-        assert collective.name == ("backend" if world_size == 1 else transport)
+def _sums(rank: int, world_size: int, name: str) -> None:
+    with _collective(name) as collective:
+        assert collective.name == name
         assert (collective.rank, collective.world_size) == (rank, world_size)
         for dtype in _DTYPES:
             # Empty, fewer elements than ranks, uneven, several segments with a rest.
@@ -63,14 +64,14 @@ def _sums(rank: int, world_size: int, transport: Transport) -> None:
                 assert torch.equal(buffer, torch.as_tensor(expected)), (dtype, numel)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", _TRANSPORTS)
-def test_sums_every_dtype_and_length(transport: Transport, world_size: int) -> None:
-    run_ranks(_sums, world_size, transport)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", _NAMES)
+def test_sums_every_dtype_and_length(name: str, world_size: int) -> None:
+    run_ranks(_sums, world_size, name)
 
 
-def _several_at_once(rank: int, world_size: int, transport: Transport) -> torch.Tensor:
-    with _collective(transport) as collective:
+def _several_at_once(rank: int, world_size: int, name: str) -> torch.Tensor:
+    with _collective(name) as collective:
         memory = collective.allocate(4 * 1000).view(torch.float32)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(20):
@@ -82,23 +83,23 @@ def _several_at_once(rank: int, world_size: int, transport: Transport) -> torch.
         return memory.clone()
 
 
-@pytest.mark.parametrize("transport", _TRANSPORTS)
-def test_several_buffers_in_flight_give_every_rank_the_same_bits(transport: Transport) -> None:
-    first, *others = run_ranks(_several_at_once, 3, transport)
+@pytest.mark.parametrize("name", _NAMES)
+def test_several_buffers_in_flight_give_every_rank_the_same_bits(name: str) -> None:
+    first, *others = run_ranks(_several_at_once, 3, name)
     assert all(torch.equal(first, other) for other in others)
 
 
-def _counted(rank: int, world_size: int, transport: Transport) -> int:
-    with _collective(transport) as collective:
+def _counted(rank: int, world_size: int, name: str) -> int:
+    with _collective(name) as collective:
         before = collective.bytes_sent
         collective.all_reduce(collective.allocate(world_size * 1200)).wait()
         return collective.bytes_sent - before
 
 
-@pytest.mark.parametrize("transport", _TRANSPORTS)
+@pytest.mark.parametrize("name", ["shared_memory", "backend", "ring"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_counts_the_bytes_of_a_ring(transport: Transport, world_size: int) -> None:
-    assert run_ranks(_counted, world_size, transport) == [2 * (world_size - 1) * 1200] * world_size
+def test_counts_the_bytes_of_a_ring(name: str, world_size: int) -> None:
+    assert run_ranks(_counted, world_size, name) == [2 * (world_size - 1) * 1200] * world_size
 
 
 def _foreign_buffer(rank: int, world_size: int) -> None:
@@ -257,7 +258,7 @@ def _no_sockets(rank: int, world_size: int) -> str:
     collective.all_reduce(buffer).wait()
     assert buffer.item() == 3.0
     with pytest.raises(RuntimeError, match=r"not possible here: rank 1 cannot listen .*no sockets today"):
-        choose_collective(group, algorithm="ring")
+        choose_collective(group, algorithm="ring", transport="shared_memory")
     return collective.name
 
 
@@ -268,10 +269,19 @@ def test_all_ranks_fall_back_together() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "transport", "message"),
     [
-        ("butterfly", "auto", "algorithm='butterfly' is unknown; choose one of 'auto', 'ring', 'backend'"),
-        ("auto", "pigeon", "transport='pigeon' is unknown"),
-        ("ring", "backend", "exclude each other"),
-        ("backend", "shared_memory", "exclude each other"),
+        (
+            "butterfly",
+            "auto",
+            "'butterfly' is unknown; choose one of 'auto', 'measure', 'ring', 'tree', 'naive', 'back",
+        ),
+        ("auto", "pigeon", "transport='pigeon' is unknown; choose one of 'auto', 'shared_memory', 'backend'"),
+        (
+            "tree",
+            "shared_memory",
+            "'tree' does not run over transport='shared_memory'. Use transport='auto' or 'backend'",
+        ),
+        ("naive", "shared_memory", "or one of the algorithms 'auto', 'measure', 'ring'"),
+        ("backend", "shared_memory", "algorithm='backend' does not run over transport='shared_memory'"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(algorithm: str, transport: str, message: str) -> None:

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from ringstrategy import PipelineStrategy, RingDDPStrategy
 from ringstrategy.collectives.links import Link
+from ringstrategy.collectives.point_to_point import Messages
 from tests.helpers.models import Batch, Regression, network, shard
 from tests.helpers.trainers import trainer_on_rank
 
@@ -77,6 +78,7 @@ class Setting:
         schedule: of a pipeline; None trains data-parallel.
         stages: of a pipeline; None for one pipeline over all ranks.
         transport: of the strategy.
+        algorithm: of the all-reduce.
     """
 
     kind: str
@@ -90,6 +92,7 @@ class Setting:
     schedule: Schedule | None = None
     stages: int | None = None
     transport: Literal["auto", "backend"] = "auto"
+    algorithm: Literal["auto", "ring", "tree", "naive"] = "auto"
 
     def to_json(self) -> str:
         """For a command line."""
@@ -167,7 +170,11 @@ class Ruined(Regression):
             self._faulty = "training"
             if self._setting.phase == "all-reduce":
                 # A rank first tells each other rank that it begins, and after its sums that it is done.
-                _before_send(self.trainer.world_size, lambda: self._strike("all-reduce"))
+                _before_send(Link, self.trainer.world_size, lambda: self._strike("all-reduce"))
+                # In a ring, what a rank sends second contains what its neighbour has sent first.
+                _before_send(
+                    Messages, 2 if self._setting.algorithm == "ring" else 1, lambda: self._strike("all-reduce")
+                )
         loss = self.loss(batch)
         if batch_idx == _FAULTY_BATCH:
             self._strike("loss")
@@ -216,18 +223,18 @@ def _deep_network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def _before_send(count: int, strike: Callable[[], None]) -> None:
-    """Strike before this rank's ``count``-th token to another rank."""
-    original, calls = Link.send, 0
+def _before_send(kind: type[Link | Messages], count: int, strike: Callable[[], None]) -> None:
+    """Strike before this rank's ``count``-th token or message to another rank."""
+    original, calls = kind.send, 0
 
-    def ruined(link: Link, data: bytes) -> None:
+    def ruined(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
             strike()
-        original(link, data)
+        original(*arguments)
 
-    patch.object(Link, "send", ruined).start()
+    patch.object(kind, "send", ruined).start()
 
 
 def _when_flushing(strike: Callable[[], None]) -> None:
@@ -288,6 +295,7 @@ def _strategy(setting: Setting) -> RuinedStrategy | RuinedPipeline:
         "timeout": timedelta(seconds=setting.timeout),
         "start_method": setting.start_method,
         "transport": setting.transport,
+        "algorithm": setting.algorithm,
     }
     strategy: RuinedStrategy | RuinedPipeline
     if setting.schedule is None:

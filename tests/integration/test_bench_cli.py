@@ -43,9 +43,7 @@ def test_all_reduce_measures_ours_and_the_backends_in_one_run(
         assert row["ranks"] == 2
         assert 0 < row["median_s"] < 10
         assert row["busbw_GBps"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
-    assert words in written["environment"]["command"].replace(
-        "--collectives shared_memory,backend --dtype float32 ", ""
-    )
+    assert words in written["environment"]["command"].replace("--algorithms shared_memory,backend --dtype float32 ", "")
     assert picture.stat().st_size > 10_000
     output = capsys.readouterr().out
     assert "vs backend" in output
@@ -56,6 +54,30 @@ def test_three_ranks_and_two_byte_elements(capsys: pytest.CaptureFixture[str]) -
     words = "bench all-reduce --ranks 3 --sizes 1022 --dtype bfloat16 --repeats 1 --warmup 0"
     assert main(words.split()) == 0
     assert "1022" in capsys.readouterr().out
+
+
+def test_all_algorithms_in_one_run_and_what_measuring_would_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    names = ["ring", "tree", "naive", "shared_memory", "backend"]
+    words = f"bench all-reduce --sizes 1004,100000 --algorithms {','.join(names)},measure --repeats 2 --warmup 1"
+    assert main([*words.split(), "--json", str(rows_file), "--plot", str(picture)]) == 0
+    rows = json.loads(rows_file.read_text())["rows"]
+    assert [(row["bytes"], row["collective"]) for row in rows] == [
+        (size, name) for size in (1004, 100_000) for name in names
+    ]
+    for size in (1004, 100_000):
+        assert sum(row["chosen"] for row in rows if row["bytes"] == size) == 1
+    output = capsys.readouterr().out
+    assert "chosen" in output
+    assert "what 'measure' chose is at most" in output
+    assert picture.stat().st_size > 10_000
+
+
+def test_an_algorithm_that_is_not_to_be_had_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "all-reduce", "--sizes", "1KiB", "--algorithms", "backend,hierarchical"]) == 1
+    assert "'hierarchical' is not available here: all ranks run on one host" in capsys.readouterr().err
 
 
 @pytest.mark.slow

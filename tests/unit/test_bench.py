@@ -88,8 +88,9 @@ def test_the_largest_contribution_of_all_ranks_is_exact() -> None:
     [
         ({"ranks": 1}, "at least 2 ranks"),
         ({"sizes": (6,)}, "6 is no whole number of float32 elements of 4 bytes"),
-        ({"collectives": ("backend", "backend")}, "named twice"),
-        ({"collectives": ("backend", "auto")}, "unknown collective 'auto': choose from shared_memory, backend"),
+        ({"algorithms": ("backend", "backend")}, "named twice"),
+        ({"algorithms": ("backend", "auto")}, "unknown algorithm 'auto': choose from shared_memory, .*backend, ring, "),
+        ({"algorithms": ("measure",)}, "'measure' chooses from the other algorithms that are named; name some"),
         ({"dtype": "int64"}, "no floating-point dtype"),
         ({"dtype": "nn"}, "no floating-point dtype"),
     ],
@@ -108,6 +109,8 @@ def test_an_all_reduce_that_cannot_be_measured_is_refused(arguments: dict[str, o
         ("ddp+keep", True),
         ("none", False),
         ("none+keep", True),
+        ("ring_ddp+bf16", True),
+        ("ring_ddp+release+backend+fp16", False),
     ],
 )
 def test_a_strategy_says_what_it_does_with_freed_memory(text: str, keeps: bool) -> None:
@@ -116,7 +119,7 @@ def test_a_strategy_says_what_it_does_with_freed_memory(text: str, keeps: bool) 
     assert contender.keeps == keeps
 
 
-@pytest.mark.parametrize("text", ["fsdp", "ddp+", "ddp+hold", "", "+keep"])
+@pytest.mark.parametrize("text", ["fsdp", "ddp+", "ddp+hold", "", "+keep", "ddp+bf16", "ring_ddp+bf16+fp16"])
 def test_an_unknown_strategy_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="unknown strategy"):
         Contender.parse(text)
@@ -190,7 +193,7 @@ def test_peak_memory_is_kept_after_it_has_been_freed() -> None:
 @pytest.mark.parametrize("config", [AllReduceConfig(sizes=(65536, 12)), TrainStepConfig(rounds=1)])
 def test_the_command_repeats_the_measurement(config: AllReduceConfig | TrainStepConfig) -> None:
     args = _parser().parse_args(config.command.split()[1:])
-    for name in ("ranks", "sizes", "collectives", "repeats", "warmup", "rounds", "steps", "model", "image_size"):
+    for name in ("ranks", "sizes", "algorithms", "repeats", "warmup", "rounds", "steps", "model", "image_size"):
         if hasattr(config, name):
             assert getattr(args, name) == getattr(config, name), name
 
@@ -202,7 +205,7 @@ def test_the_command_repeats_the_measurement(config: AllReduceConfig | TrainStep
         ("all-reduce --ranks 1", "must be at least 2, not 1"),
         ("all-reduce --ranks two", "'two' is no whole number"),
         ("all-reduce --repeats 0", "must be at least 1"),
-        ("all-reduce --collectives backend,", "has an empty name"),
+        ("all-reduce --algorithms backend,", "has an empty name"),
         ("all-reduce --dtype int8", "invalid choice: 'int8'"),
         ("all-reduce --json missing/rows.json", "a folder, or lies in one that does not exist"),
         ("train-step --json .", "a folder, or lies in one that does not exist"),
@@ -225,8 +228,9 @@ def test_bad_words_are_explained(
     ("words", "message"),
     [
         ("all-reduce --sizes 6", "6 is no whole number of float32 elements"),
-        ("all-reduce --collectives backend,backend", "named twice"),
-        ("all-reduce --collectives carrier_pigeon", "unknown collective 'carrier_pigeon'"),
+        ("all-reduce --algorithms backend,backend", "named twice"),
+        ("all-reduce --algorithms carrier_pigeon", "unknown algorithm 'carrier_pigeon'"),
+        ("all-reduce --algorithms measure", "name some"),
         ("train-step --strategies ddp,fsdp", "unknown strategy 'fsdp'"),
         ("train-step --model resnet17", "no model 'resnet17'"),
     ],

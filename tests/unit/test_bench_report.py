@@ -40,6 +40,18 @@ def test_the_all_reduce_table_does_without_the_backend() -> None:
     assert _cells(lines, "1MiB") == [["1MiB", "shared_memory", "250 µs", "4.19", "6.29"]]
 
 
+def test_the_all_reduce_table_marks_what_was_chosen_and_how_far_it_is_from_the_best() -> None:
+    rows = [
+        AllReduceRow.of("ring", 2, 2**10, 1.0e-3, chosen=True),
+        AllReduceRow.of("tree", 2, 2**10, 1.5e-3),
+        AllReduceRow.of("ring", 2, 2**20, 2.0e-3),
+        AllReduceRow.of("tree", 2, 2**20, 2.5e-3, chosen=True),
+    ]
+    lines = _rendered(all_reduce_table(rows))
+    assert [cells[-1] for name in ("ring", "tree") for cells in _cells(lines, name)] == ["chosen", "", "", "chosen"]
+    assert "at most 25% behind the best" in "\n".join(lines)
+
+
 def test_the_train_step_table_shows_speed_overhead_and_communication() -> None:
     lines = _rendered(train_step_table(TRAIN_STEP_ROWS))
     header = [cell.strip() for cell in next(line for line in lines if "strategy" in line).split("┃")[1:-1]]
@@ -71,6 +83,7 @@ def test_json_holds_the_environment_and_the_rows(tmp_path: Path) -> None:
         "median_s": 0.00025,
         "algbw_GBps": pytest.approx(4.194304),
         "busbw_GBps": pytest.approx(6.291456),
+        "chosen": False,
     }
     write_json(tmp_path / "train_step.json", environment, TRAIN_STEP_ROWS)
     row = json.loads((tmp_path / "train_step.json").read_text())["rows"][1]
