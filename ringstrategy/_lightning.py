@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from types import FrameType
@@ -18,19 +19,31 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.launchers import subprocess_script as fabric_subprocess_script
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as LoggedMeta
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as LoggedValues
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as LoggedValue
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as LoggedSync
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose as SignalHandlers
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Sampler
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from ringstrategy.children import Children, ending_stopped, introduced_to_children, tied_to_parent
@@ -40,22 +53,36 @@ if TYPE_CHECKING:
     from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 
 __all__ = [
+    "EvaluationLoop",
+    "LoggedMeta",
+    "LoggedSync",
+    "LoggedValue",
+    "LoggedValues",
     "MultiProcessingLauncher",
+    "PredictionLoop",
     "ScriptLauncher",
     "SignalHandlers",
     "WrappingCheckpointIO",
     "all_gather",
     "bare",
     "batch_value",
+    "before_sync",
     "draws_graph",
+    "evaluation_loops",
     "keep_samplers",
+    "kept_logs",
+    "logs_now",
+    "mark_logged",
     "metric_state",
     "move_own",
     "optimizers_to_device",
+    "relaunch_with",
     "set_batch_value",
     "set_metric_state",
     "torn_down_without_module",
     "trainer_of",
+    "with_evaluation_samplers",
+    "with_loop_class",
 ]
 
 # What a shell would report of a process that SIGTERM has ended.
@@ -72,6 +99,63 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 def keep_samplers(trainer: pl.Trainer) -> None:
     """Leave the loaders' own samplers alone, whether or not the user has said so."""
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def with_evaluation_samplers(
+    trainer: pl.Trainer, make: Callable[[DataLoader[Any], bool, RunningStage], Sampler[int] | None]
+) -> Callable[[], None]:
+    """Have somebody else make the samplers that Lightning puts into dataloaders of evaluations.
+
+    Args:
+        trainer: whose dataloaders.
+        make: given a dataloader, whether to shuffle, and the stage; None leaves it to Lightning.
+
+    Returns:
+        What undoes it.
+    """
+    connector = trainer._data_connector
+    resolve = connector._resolve_sampler
+
+    def resolve_or_make(loader: DataLoader[Any], shuffle: bool, mode: RunningStage) -> Any:
+        sampler = None
+        if mode != RunningStage.TRAINING and connector._requires_distributed_sampler(loader):
+            sampler = make(loader, shuffle and not trainer.overfit_batches, mode)  # type: ignore[attr-defined]
+        return resolve(loader, shuffle=shuffle, mode=mode) if sampler is None else sampler
+
+    connector._resolve_sampler = resolve_or_make  # type: ignore[method-assign, assignment]
+    return lambda: vars(connector).pop("_resolve_sampler", None)
+
+
+def evaluation_loops(trainer: pl.Trainer) -> list[EvaluationLoop]:
+    """The loops of validation, in training and by itself, and of test."""
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
+
+def with_loop_class(loop: _Loop, cls: type[_Loop], **attributes: Any) -> Callable[[], None]:
+    """Have a loop be of another class, which adds to its own, and give it attributes; what undoes it."""
+    before = type(loop)
+    if not issubclass(cls, before):
+        raise TypeError(f"The trainer's {before.__name__} is not Lightning's own, which {cls.__name__} extends.")
+    loop.__class__ = cls
+    vars(loop).update(attributes)
+
+    def undo() -> None:
+        loop.__class__ = before
+        for name in attributes:
+            vars(loop).pop(name, None)
+
+    return undo
+
+
+def logs_now(trainer: pl.Trainer) -> bool:
+    """Whether loggers get the values of the present step."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def mark_logged(value: LoggedValue) -> None:
+    """Let a value that nobody has logged pass for one that somebody has."""
+    value._update_count = 1
+    value.has_reset = False
 
 
 def draws_graph(trainer: pl.Trainer) -> bool:
@@ -99,6 +183,25 @@ def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
     metric._computed = None
 
 
+def before_sync(metric: Metric) -> dict[str, torch.Tensor]:
+    """Prepare a metric for putting together what ranks with different numbers of batches have.
+
+    It forgets a value that it has computed before: it must compute again where another rank does, also if it got
+    nothing new. And states that are lists of tensors to be concatenated become lists of one.
+
+    Returns:
+        These tensors, by name of the state, where there are any.
+    """
+    metric._computed = None
+    joined = {}
+    for name, reduction in metric._reductions.items():
+        state = getattr(metric, name)
+        if reduction is dim_zero_cat and isinstance(state, list) and state:
+            joined[name] = dim_zero_cat(state)
+            setattr(metric, name, [joined[name]])
+    return joined
+
+
 def batch_value(metric: Metric) -> Any:
     """What a metric was for the last batch alone; Lightning logs it per step."""
     return metric._forward_cache
@@ -107,6 +210,30 @@ def batch_value(metric: Metric) -> Any:
 def set_batch_value(metric: Metric, value: Any) -> None:
     """Set what :func:`batch_value` returns."""
     metric._forward_cache = value
+
+
+@contextlib.contextmanager
+def kept_logs(module: pl.LightningModule) -> Iterator[None]:
+    """What ``module`` logs in here moves no logged value, though it takes part in what is synchronised.
+
+    A value that is synchronised in here keeps the result, and one that will be synchronised when the epoch ends is
+    there for that, as it was before, or empty.
+    """
+    results = module.trainer._results or LoggedValues(training=True)
+    names = ("value", "cumulated_batch_size", "has_reset", "_update_count", "_computed", "_forward_cache")
+    before = {key: {name: vars(result).get(name) for name in names} for key, result in results.items()}
+    yield
+    for key, result in results.items():
+        latest = result._forward_cache
+        if not result.is_tensor:  # the metric itself is the module's, and is computed by all ranks together
+            result._forward_cache = before[key]["_forward_cache"] if key in before else None
+            continue
+        if key in before:
+            vars(result).update(before[key])
+        else:
+            result.reset()
+        if result.meta.sync.should and not result.meta.sync.rank_zero_only:
+            result._forward_cache, result.has_reset = latest, False
 
 
 def bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
@@ -203,6 +330,43 @@ class _InWorker:
         _defer_termination(self.trainer)
         with _reported(self.strategy, self.trainer):
             return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Relaunch:
+    """Puts other words in place of the program's own in the command that starts a rank; its arguments stay.
+
+    Args:
+        command: a function of Lightning's that returns the command, or with Hydra the command and a folder.
+        words: those after the interpreter.
+    """
+
+    command: Callable[..., Any]
+    words: Sequence[str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.command(*args, **kwargs)
+        if isinstance(found, tuple):
+            command, folder = found
+            return self._with_words(command), folder
+        return self._with_words(found)
+
+    def _with_words(self, command: Sequence[str]) -> list[str]:
+        words = 1 if sys.modules["__main__"].__spec__ is None else 2  # a script's path, or -m and a module
+        return [command[0], *self.words, *command[1 + words :]]
+
+
+def relaunch_with(words: Sequence[str]) -> None:
+    """From here on, have Lightning's launchers start the processes of this program so. Idempotent.
+
+    Args:
+        words: those between the interpreter and the program's own arguments.
+    """
+    for launchers in (subprocess_script, fabric_subprocess_script):
+        for name in ("_basic_subprocess_cmd", "_hydra_subprocess_cmd"):
+            found = getattr(launchers, name)
+            command = found.command if isinstance(found, _Relaunch) else found
+            setattr(launchers, name, _Relaunch(command, words))
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

@@ -27,14 +27,23 @@ class BufferSync:
         self._group = group
         self._owners: list[nn.Module] = []  # the modules with buffers; walking over all costs too much in every step
 
-    def send_all(self, module: nn.Module) -> None:
-        """Send every buffer: before training, before an evaluation, and when training ends. Collective."""
+    def watch(self, module: nn.Module) -> None:
+        """Note which modules have buffers, as :meth:`send_all` does."""
         self._owners = [child for child in module.modules() if any(True for _ in child.buffers(recurse=False))]
-        self._group.broadcast_tensors(self._buffers(also_statistics=True))
 
-    def before_training_step(self) -> None:
-        """Send what the coming forward may read, of the modules that had buffers at the last `send_all`. Collective."""
-        self._group.broadcast_tensors(self._buffers(also_statistics=False))
+    def send_all(self, module: nn.Module, src: int = 0) -> None:
+        """Send every buffer: before training, before an evaluation, and when training ends. Collective.
+
+        Args:
+            module: whose buffers they are.
+            src: the place in the group of the rank that has them; not 0 where that one has run out of data.
+        """
+        self.watch(module)
+        self._group.broadcast_tensors(self._buffers(also_statistics=True), src)
+
+    def before_training_step(self, src: int = 0) -> None:
+        """Send what the coming forward may read, of the modules that had buffers at the last `watch`. Collective."""
+        self._group.broadcast_tensors(self._buffers(also_statistics=False), src)
 
     def _buffers(self, *, also_statistics: bool) -> Iterator[Tensor]:
         seen: set[int] = set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ringstrategy.failure import FailureMonitor
 from ringstrategy.process_group import RankGroup
 
-__all__ = ["Control"]
+__all__ = ["Control", "is_mean"]
 
 T = TypeVar("T")
 
@@ -37,6 +39,29 @@ class Control:
     def __init__(self, group: RankGroup, monitor: FailureMonitor) -> None:
         self._group = group
         self._monitor = monitor
+        self._refusal = ""
+
+    @contextlib.contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Within, not all ranks are here: whatever needs them raises rather than hangs.
+
+        Args:
+            why: for the error.
+        """
+        self._refusal = why
+        try:
+            yield
+        finally:
+            self._refusal = ""
+
+    def check_allowed(self) -> None:
+        """Raise if this is no place for what needs all ranks.
+
+        Raises:
+            RuntimeError: see :meth:`refusing`.
+        """
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here.
@@ -44,6 +69,7 @@ class Control:
         Args:
             name: for the error if one never comes.
         """
+        self.check_allowed()
         with self._monitor.waiting(f"barrier '{name}'" if name else "a barrier"):
             if self._group.device.type == "cuda":
                 dist.barrier(device_ids=[self._group.device.index])
@@ -57,6 +83,7 @@ class Control:
             value: any object that pickles; ignored on the other ranks.
             src: the rank that has it.
         """
+        self.check_allowed()
         with self._monitor.waiting(f"an object from rank {src}"):
             data = torch.empty(0, dtype=torch.uint8)
             if self._group.rank == src:
@@ -80,6 +107,7 @@ class Control:
         Raises:
             ValueError: on every rank, with the first rank whose tensor differs from rank 0's.
         """
+        self.check_allowed()
         with self._monitor.waiting("the shapes of gathered tensors"):
             everyone = self._group.exchange((tuple(tensor.shape), tensor.dtype))
         for rank, theirs in enumerate(everyone):
@@ -104,7 +132,7 @@ class Control:
         Raises:
             ValueError: an unknown operation.
         """
-        mean = operation in ("mean", "avg", dist.ReduceOp.AVG, None) or str(operation).lower() in ("mean", "avg")
+        mean = is_mean(operation)
         if mean:
             reduce_op = dist.ReduceOp.SUM
         elif isinstance(operation, str):
@@ -113,6 +141,7 @@ class Control:
             reduce_op = _OPERATIONS[operation.lower()]
         else:
             reduce_op = operation
+        self.check_allowed()
         # The backends know no bool; counts of bools need more than their own byte.
         result = tensor.detach().to(torch.int64) if tensor.dtype == torch.bool else tensor.detach().clone()
         with self._monitor.waiting("a reduced value"):
@@ -128,6 +157,11 @@ class Control:
         if tensor.dtype == torch.bool and reduce_op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
             return result.bool()
         return result
+
+
+def is_mean(operation: Any) -> bool:
+    """Whether a reduction is the mean; see :meth:`Control.reduce`."""
+    return operation in ("mean", "avg", dist.ReduceOp.AVG, None) or str(operation).lower() in ("mean", "avg")
 
 
 def _describe(kind: tuple[tuple[int, ...], torch.dtype]) -> str:

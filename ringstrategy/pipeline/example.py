@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,6 +76,7 @@ def first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     """
 
     def take(loader: Any) -> Any:
+        loader = inspect.unwrap(loader)  # the strategy's own, around the user's
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ValueError(f"a {type(loader).__name__} without indices may not yield its first batch twice")
         sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler

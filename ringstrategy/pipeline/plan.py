@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringstrategy.pipeline.balance import check_balance, partition
 from ringstrategy.pipeline.calls import Call, Example, flatten_call
@@ -196,8 +197,11 @@ def _in_both_modes(module: nn.Module, call: Call) -> list[Trace]:
 
 
 def _measure(module: nn.Module, layers: Sequence[Layer], example: Example, chunks: int) -> list[LayerCost]:
-    sizes = micro_batch_sizes(rows_of(example.tensors), chunks)
+    least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
+    sizes = micro_batch_sizes(rows_of(example.tensors), chunks, least)
     inputs = [split(tensor, sizes)[0] for tensor in example.tensors]
+    if sizes == (1,) and least == 2:  # an example of one row, which a batch norm cannot train on
+        inputs = [torch.cat([rows] * 2) if rows.dim() and rows.shape[0] == 1 else rows for rows in inputs]
     with _mode(module, training=True):
         return measure(Traces(module).get(example.call), inputs, layers)
 

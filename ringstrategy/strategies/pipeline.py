@@ -52,6 +52,7 @@ from ringstrategy.pipeline.state import (
 from ringstrategy.pipeline.table import as_text, stage_rows, stage_table
 from ringstrategy.pipeline.tracing import find_module
 from ringstrategy.process_group import RankGroup
+from ringstrategy.recorder import Recorder
 from ringstrategy.strategies.ring_ddp import RingDDPStrategy
 
 __all__ = ["PipelineStrategy"]
@@ -170,6 +171,11 @@ class PipelineStrategy(RingDDPStrategy):
 
     @property
     @override
+    def _ranks_per_replica(self) -> int:
+        return self.num_stages
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica}
 
@@ -196,6 +202,17 @@ class PipelineStrategy(RingDDPStrategy):
         )
 
     # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @override
+    def _settings(self) -> dict[str, object]:
+        return super()._settings() | {
+            "num_stages": self._num_stages,
+            "chunks": self._chunks,
+            "balance": self._balance,
+            "checkpoint": self._checkpoint,
+            "schedule": self._schedule,
+            "module": self._module_name,
+        }
 
     @override
     def setup_environment(self) -> None:
@@ -253,6 +270,7 @@ class PipelineStrategy(RingDDPStrategy):
         if self.num_replicas == 1:
             # All ranks see all samples. Lightning's sampler would shuffle what the user does not, and drop their own.
             _lightning.keep_samplers(trainer)
+        self._attach_evaluation(trainer)
         copies = copies_in(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         self.precision_plugin.convert_module(self.model)
         self._start_alike()
@@ -262,6 +280,7 @@ class PipelineStrategy(RingDDPStrategy):
         if fitting:
             if self.num_replicas > 1:
                 self._connect_replicas()
+            self._batches.train(self._reducer)
             self.setup_optimizers(trainer)
             _refuse_optimizers(self.optimizers, self.lightning_module)
             assert self._placement is not None
@@ -335,6 +354,8 @@ class PipelineStrategy(RingDDPStrategy):
         assert self.lightning_module is not None
         assert self._replicas is not None
         self._buffers = BufferSync(self._replicas) if self._broadcast_buffers and self.num_replicas > 1 else None
+        if self._buffers is not None:
+            self._buffers.watch(self.lightning_module)
         for child in self.lightning_module.modules():
             if isinstance(child, Metric):
                 self._metrics.append((child, child.process_group))
@@ -376,7 +397,8 @@ class PipelineStrategy(RingDDPStrategy):
             with self.precision_plugin.train_step_context():
                 return self.lightning_module.training_step(micro_batch, *others, **kwargs)
 
-        return self._micro_steps.run(step, batch, scaler.get_scale() if scaler is not None else 1.0)
+        with self._batches.step(batch):
+            return self._micro_steps.run(step, batch, scaler.get_scale() if scaler is not None else 1.0)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -450,7 +472,8 @@ class PipelineStrategy(RingDDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
+        with self._batches.everyone():
+            count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
         return count == self.num_replicas if all else count > 0
 
     @override
@@ -462,6 +485,12 @@ class PipelineStrategy(RingDDPStrategy):
             return gathered
         add_up = partial(self._control.reduce, group=group, operation="sum")
         return with_gradient(gathered, tensor, dist.get_rank(group), add_up)
+
+    @override
+    def watch(self, recorder: Recorder | None) -> None:
+        super().watch(recorder)
+        if self._engine is not None:
+            self._engine.record = None if recorder is None else recorder.computed
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

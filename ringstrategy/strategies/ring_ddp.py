@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -26,16 +27,28 @@ from ringstrategy import _lightning
 from ringstrategy.allocator import keep_freed_memory
 from ringstrategy.buffers import BufferSync
 from ringstrategy.checkpoint import AtomicCheckpointIO
+from ringstrategy.collectives import nccl
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.choose import Algorithm, Transport, check_choice, choose_collective
+from ringstrategy.collectives.compression import check_compressible, check_compression, with_compression
+from ringstrategy.collectives.half_precision import Compression
+from ringstrategy.comm_hooks import compression_of_hook
 from ringstrategy.communication import Communication
 from ringstrategy.control import Control
+from ringstrategy.environments import as_numbered
+from ringstrategy.evaluation.exact import Evaluation
+from ringstrategy.evaluation.ranks import EvaluatingRanks
 from ringstrategy.failure import FailureMonitor
 from ringstrategy.gradients.buckets import MIB
-from ringstrategy.gradients.parameters import refuse_uninitialized, sparse_parameters
+from ringstrategy.gradients.parameters import expected_buckets, refuse_uninitialized, sparse_parameters
 from ringstrategy.gradients.reducer import GradientReducer
+from ringstrategy.gradients.weights import Average
 from ringstrategy.process_group import RankGroup, check_same_parameters
+from ringstrategy.recorder import Recorder
 from ringstrategy.requeue import DeferredSignal
+from ringstrategy.settings import check_same_settings
+from ringstrategy.training_batches import TrainingBatches
+from ringstrategy.uneven.lengths import Uneven
 
 __all__ = ["RingDDPStrategy"]
 
@@ -60,7 +73,7 @@ class RingDDPStrategy(DDPStrategy):
         checkpoint_io: as in ``DDPStrategy``; :class:`~ringstrategy.AtomicCheckpointIO` by default.
         precision_plugin: as in ``DDPStrategy``.
         ddp_comm_state: only None: torch's communication hooks need its wrapper.
-        ddp_comm_hook: only None.
+        ddp_comm_hook: torch's ``fp16_compress_hook`` and ``bf16_compress_hook`` mean ``compression``; no others.
         ddp_comm_wrapper: only None.
         model_averaging_period: only None: it belongs to a communication hook.
         process_group_backend: as in ``DDPStrategy``.
@@ -71,9 +84,22 @@ class RingDDPStrategy(DDPStrategy):
         static_graph: accepted and without effect.
         gradient_as_bucket_view: accepted and without effect: gradients always are views of their bucket.
         broadcast_buffers: give rank 0's buffers to all ranks before they are read.
-        algorithm: ``"ring"`` insists on our own ring, ``"backend"`` on the process group's all-reduce, ``"auto"``
-            takes the ring wherever it can run.
+        algorithm: ``"auto"`` is a fixed rule: shared memory between CPU ranks of one host, and inside each of several
+            hosts, else the process group's all-reduce, which ``"backend"`` insists on. ``"measure"`` tries all that are
+            possible when training starts, and keeps the fastest. ``"ring"``, ``"tree"`` and ``"naive"`` insist on
+            these; on CUDA the first two set ``NCCL_ALGO``, for good.
         transport: ``"shared_memory"`` insists on it, ``"backend"`` does without.
+        compression: ``"bf16"`` or ``"fp16"`` sends gradients between hosts in 16 bits and adds them in 32. Between
+            ranks that share memory nothing is sent, and nothing changes.
+        average: what the mean of gradients is taken over. ``"ranks"``: each rank counts alike, as with ``ddp``.
+            ``"samples"``: each sample does, over ranks and accumulated batches, as in one process. Else a function of a
+            batch, which says what it counts for.
+        uneven: what happens when one rank runs out of training batches before another. ``"error"``: all ranks end.
+            ``"stop"``: the epoch ends on all ranks. ``"join"``: it goes on, and averages are those of the ranks that
+            still have data.
+        exact_evaluation: validate, test and predict evaluate each sample once: the batches of one process are dealt to
+            the ranks in turn. ``trainer.predict`` returns all predictions, in the order of the dataset, on every rank.
+            If not, Lightning's sampler repeats samples until they divide evenly.
         keep_freed_memory: on CPU, have glibc's malloc keep freed memory for the next step rather than return it to the
             kernel. Holds for the process.
 
@@ -102,6 +128,10 @@ class RingDDPStrategy(DDPStrategy):
         broadcast_buffers: bool = True,
         algorithm: Algorithm = "auto",
         transport: Transport = "auto",
+        compression: Compression | None = None,
+        average: Average = "ranks",
+        uneven: Uneven = "error",
+        exact_evaluation: bool = False,
         keep_freed_memory: bool = True,
     ) -> None:
         super().__init__(
@@ -114,25 +144,23 @@ class RingDDPStrategy(DDPStrategy):
             timeout=timeout or default_pg_timeout,
             start_method=start_method,
         )
-        hooks = {
-            "ddp_comm_state": ddp_comm_state,
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
-            "model_averaging_period": model_averaging_period,
-        }
-        given = [name for name, value in hooks.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"{type(self).__name__} does not use torch's DistributedDataParallel, to which {', '.join(given)} "
-                "belongs. Remove it, or use strategy='ddp'."
-            )
+        compression = compression_of_hook(
+            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, compression
+        )
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive; None chooses a size that suits.")
         check_choice(algorithm, transport)
+        check_compression(compression, algorithm)
         self._bucket_cap_mb = bucket_cap_mb
         self._broadcast_buffers = broadcast_buffers
         self._algorithm: Algorithm = algorithm
         self._transport: Transport = transport
+        self._compression = compression
+        self._average: Average = average
+        self._uneven: Uneven = uneven
+        self._batches = TrainingBatches(average, uneven)
+        self._exact_evaluation = exact_evaluation
+        self._evaluation = Evaluation(exact_evaluation)
         self._keep_freed_memory = keep_freed_memory
         self._group: RankGroup | None = None
         self._replicas: RankGroup | None = None  # the ranks that hold the same parameters
@@ -152,6 +180,11 @@ class RingDDPStrategy(DDPStrategy):
         """How long a rank may keep the others waiting."""
         assert self._timeout is not None
         return self._timeout
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the present batch of this rank counts; False where ``uneven="join"`` repeats it for others' sake."""
+        return self._batches.has_data
 
     @property
     def communication(self) -> Communication:
@@ -174,6 +207,7 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        self.cluster_environment = as_numbered(self.cluster_environment)
         if self._start_method == "popen":
             self._launcher = _lightning.ScriptLauncher(self)
         else:
@@ -181,6 +215,7 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        nccl.prepare(self._algorithm, self.root_device, self.process_group_backend)
         # Start-up may take longer than any wait in training: processes start, import and meet at their own pace.
         timeout, self._timeout = self.timeout, max(self.timeout, _MEETING_TIMEOUT)
         super().setup_distributed()
@@ -188,14 +223,49 @@ class RingDDPStrategy(DDPStrategy):
         self._group = self._replicas = RankGroup.connect(self.root_device, self.timeout)
         self._monitor = FailureMonitor(self._group, self._where)
         self._control = Control(self._group, self._monitor)
+        with self._monitor.waiting("the comparison of settings"):
+            check_same_settings(self._group, self._settings())
+        assert self.lightning_module is not None
+        self._batches.meet(self._group, self._monitor, self.lightning_module, self._ranks_per_replica, self._where)
         if isinstance(self._launcher, _lightning.ScriptLauncher):
             self._launcher.ranks_have_met()
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        """Ranks that train on the same batch."""
+        return 1
+
+    def _settings(self) -> dict[str, object]:
+        """What all ranks must have alike, by the names of the arguments."""
+        return {
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "broadcast_buffers": self._broadcast_buffers,
+            "algorithm": self._algorithm,
+            "transport": self._transport,
+            "compression": self._compression,
+            "average": "a function" if callable(self._average) else self._average,
+            "uneven": self._uneven,
+            "exact_evaluation": self._exact_evaluation,
+        }
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._attach_evaluation(trainer)
+        super().setup(trainer)
+
+    def _attach_evaluation(self, trainer: pl.Trainer) -> None:
+        assert self._replicas is not None
+        assert self._control is not None
+        assert self._monitor is not None
+        ranks = EvaluatingRanks(trainer, self._replicas, self._control, self._monitor, self._before_evaluation_step)
+        self._evaluation.attach(trainer, ranks)
 
     @override
     def configure_ddp(self) -> None:
         """Connect the hooks; the module stays what it is."""
         self._start_alike()
         self._connect_replicas()
+        self._batches.train(self._reducer)
 
     def _start_alike(self) -> None:
         """Give all ranks rank 0's parameters and buffers. Collective."""
@@ -223,18 +293,31 @@ class RingDDPStrategy(DDPStrategy):
         assert module is not None
         assert group is not None
         assert monitor is not None
+        if self._compression is not None:
+            check_compressible(module.named_parameters(), self._compression)
         with monitor.waiting("the choice of a collective"):
-            self._collective = choose_collective(group, self._algorithm, self._transport)
+            self._collective = choose_collective(group, self._algorithm, self._transport, self._expected_buckets)
+            self._collective = with_compression(self._collective, group, self._compression)
         monitor.on_failure(self._collective.abort)
-        default = _SHARED_MEMORY_CAP_MB if self._collective.name == "shared_memory" else _BACKEND_CAP_MB
         self._reducer = GradientReducer(
             [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta],
             self._collective,
             group,
             sparse=sparse_parameters(module),
-            bucket_cap_bytes=max(1, int((self._bucket_cap_mb or default) * MIB)),
+            bucket_cap_bytes=self._bucket_cap_bytes(self._collective.name),
             waiting=monitor.waiting,
+            weighted=self._batches.weighted,
         )
+
+    def _bucket_cap_bytes(self, collective: str) -> int:
+        default = _SHARED_MEMORY_CAP_MB if collective == "shared_memory" else _BACKEND_CAP_MB
+        return max(1, int((self._bucket_cap_mb or default) * MIB))
+
+    def _expected_buckets(self, collective: str) -> list[tuple[int, torch.dtype]]:
+        module = self.lightning_module
+        assert module is not None
+        cap_bytes = self._bucket_cap_bytes(collective)
+        return expected_buckets(module.named_parameters(), sparse_parameters(module), cap_bytes)
 
     @property
     @override
@@ -252,16 +335,23 @@ class RingDDPStrategy(DDPStrategy):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        training = module is not None and module.trainer.training
+        return self._batches.of(dataloader) if training else dataloader
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._before_training_step()
-        return super().training_step(*args, **kwargs)
+        with self._batches.step(args[0]):
+            return super().training_step(*args, **kwargs)
 
     def _before_training_step(self) -> None:
         if self._reducer is not None:
             self._reducer.refresh()
         if self._buffers is not None and self._monitor is not None:
             with self._monitor.waiting("rank 0's buffers"):
-                self._buffers.before_training_step()
+                self._buffers.before_training_step(self._batches.source)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +391,7 @@ class RingDDPStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._batches.begin()
         if self._requeue is not None:
             self._requeue.handle()
 
@@ -319,27 +410,28 @@ class RingDDPStrategy(DDPStrategy):
     def _send_buffers(self) -> None:
         if self._buffers is not None and self._monitor is not None and self.lightning_module is not None:
             with self._monitor.waiting("rank 0's buffers"):
-                self._buffers.send_all(self.lightning_module)
+                self._buffers.send_all(self.lightning_module, self._batches.source)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._reducer is None:  # outside of fit, or no other rank holds the same parameters
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
-        self._reducer.refresh()
+        reducing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._reducer is not None:  # else no other rank holds the same parameters
+            self._reducer.refresh()
+            reducing = self._reducer.backward()
         plugin, module = self.precision_plugin, self.lightning_module
         closure_loss = plugin.pre_backward(closure_loss, module)
         # The means are in place before `on_after_backward`, which the plugin calls next.
-        with self._reducer.backward():
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with reducing, self._batches.backward(closure_loss) as loss:
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
         return plugin.post_backward(closure_loss, module)
 
     @override
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self._reducer is None else self._reducer.no_sync():
+        with self._batches.accumulating():
             yield
 
     @override
@@ -358,7 +450,7 @@ class RingDDPStrategy(DDPStrategy):
 
             def closure() -> Any:
                 loss = local()
-                return self.reduce(loss) if isinstance(loss, Tensor) else loss
+                return self.reduce(self._batches.share_of(loss)) if isinstance(loss, Tensor) else loss
 
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -380,16 +472,50 @@ class RingDDPStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or self._control is None:
             return tensor
-        return self._control.reduce(tensor, group, reduce_op)
+        reduce = partial(self._control.reduce, group=group)
+        if self._replicas is None or group not in (None, dist.group.WORLD, self._replicas.process_group):
+            return reduce(tensor, operation=reduce_op)
+        return self._batches.reduce(tensor, reduce_op, reduce)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        with self._batches.everyone():
+            return super().reduce_boolean_decision(decision, all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._monitor is None or self._control is None:
             return tensor
+        self._control.check_allowed()
         if group in (None, dist.group.WORLD):
             self._control.check_alike(tensor)
         with self._monitor.waiting("gathered tensors"):
             return _lightning.all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    # -- for those who watch -----------------------------------------------------------------------------------------
+
+    def watch(self, recorder: Recorder | None) -> None:
+        """Tell ``recorder`` of all-reduces and waits for them while this training lasts; None ends that."""
+        if self._collective is not None and self._reducer is not None:
+            self._collective.watch(recorder)
+            self._reducer.watch = None if recorder is None else recorder.finished
+
+    def exchange(self, value: T, what: str, alike: bool = False) -> list[T]:
+        """Give an object to other ranks, and get theirs. Collective.
+
+        Args:
+            value: this rank's; picklable.
+            what: it is, for errors.
+            alike: only among the ranks that hold the same parameters.
+
+        Returns:
+            The objects by rank.
+        """
+        group = self._replicas if alike else self._group
+        assert group is not None
+        assert self._monitor is not None
+        with self._monitor.waiting(what):
+            return group.exchange(value)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -417,7 +543,9 @@ class RingDDPStrategy(DDPStrategy):
             # From here on ranks end; whoever watches must not take that for a failure.
             monitor.leave()
             self._control.barrier("teardown")
+        self._evaluation.detach()
         self._past = self.communication
+        self._batches.close()
         if self._reducer is not None:
             self._reducer.close()
         if self._collective is not None:

@@ -1,0 +1,1 @@
+"""Ranks whose train dataloaders have different numbers of batches."""
