@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ringstrategy import __version__
-from ringstrategy.cli import bench, plan, recipes, run
+from ringstrategy.cli import bench, copy, doctor, plan, predict, recipes, run, simulate
 
 __all__ = ["main"]
 
@@ -19,19 +19,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ringstrategy``; those of this process if left out.
 
     Returns:
-        The exit status: 0 for success, 2 for a command line that cannot be understood.
+        The exit status: 0 for success, 1 for an error, which is told in a line, 2 for a command line that cannot be
+        understood.
     """
     parser = argparse.ArgumentParser(
         prog="ringstrategy",
         description="Data-parallel and pipeline training for PyTorch Lightning: recipes, plans and benchmarks.",
+        epilog="example: ringstrategy run digits",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for subcommand in (run, recipes, plan, bench):
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from; may stand anywhere")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for subcommand in (run, recipes, copy, predict, plan, bench, doctor, simulate):
         subcommand.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    status: int = args.func(args)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args([word for word in words if word != "--debug"])
+    try:
+        status: int = args.func(args)
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        print(f"ringstrategy {args.command}: {_told(error)} (--debug shows where)", file=sys.stderr)
+        return 1
     return status
+
+
+def _told(error: Exception) -> str:
+    """An error in a line: its class and its message."""
+    text = str(error)
+    if "Original Traceback" in text:  # of a process that loads data, with its whole traceback in the message
+        return text.strip().splitlines()[-1]
+    return f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":
