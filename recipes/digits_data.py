@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from image_data import Example, ImageDataModule, ImageSet
+from image_format import ImageFormat
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 __all__ = ["DigitsDataModule", "DigitsSplit", "split_digits"]
-
-Example = tuple[Tensor, Tensor]
 
 # A distributed sampler repeats images until they divide evenly among the ranks. 240 and 360 divide by 2, 3, 4, 5, 6, 8,
 # 10 and 12, so that there each image is counted exactly once.
@@ -43,7 +41,7 @@ def split_digits(labels: Tensor, seed: int) -> DigitsSplit:
     return DigitsSplit(train, val, test)
 
 
-class _Images(Dataset[Example]):
+class _Images(ImageSet):
     """Images held in memory, transformed one by one so that each gets its own augmentation."""
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]) -> None:
@@ -58,23 +56,35 @@ class _Images(Dataset[Example]):
         return self.transform(self.images[index]), self.labels[index]
 
 
-class DigitsDataModule(pl.LightningDataModule):
+class DigitsDataModule(ImageDataModule):
     """Batches of normalised images (N, 1, 8, 8) in float32 and labels (N,) in int64.
 
     Args:
-        batch_size: images per rank and step.
+        batch_size: images per rank and step; in a pipeline, of all its stages together.
         split_seed: decides which images are for training (1197), validation (240) and test (360). It is apart from the
             seed of the run, so that runs with different seeds are compared on the same test images.
         augment: turn, shift and scale the training images a little.
         num_workers: processes that load; 0 is the fastest here, for the images are in memory.
+        mixup_alpha: of MixUp's beta distribution; 0 is none.
+        cutmix_alpha: of CutMix's; 0 is none.
     """
 
-    def __init__(self, batch_size: int = 32, split_seed: int = 0, augment: bool = True, num_workers: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+    train_images: _Images
+    val_images: _Images
+    test_images: _Images
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        split_seed: int = 0,
+        augment: bool = True,
+        num_workers: int = 0,
+        mixup_alpha: float = 0.0,
+        cutmix_alpha: float = 0.0,
+    ) -> None:
+        super().__init__(batch_size, num_workers, mixup_alpha, cutmix_alpha)
         self.split_seed = split_seed
         self.augment = augment
-        self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
         """Load and split the images. Mean and deviation are those of the training images."""
@@ -84,7 +94,11 @@ class DigitsDataModule(pl.LightningDataModule):
         split = split_digits(labels, self.split_seed)
 
         known = images[split.train]
-        plain = v2.Normalize(mean=[known.mean().item()], std=[known.std().item()])
+        mean, std = known.mean().item(), known.std().item()
+        self.image_format = ImageFormat(
+            tuple(str(name) for name in digits.target_names), channels=1, size=8, mean=(mean,), std=(std,)
+        )
+        plain = v2.Normalize(mean=[mean], std=[std])
         # One pixel is an eighth of the image. What is turned in from outside is paper, 0 before the normalisation.
         turned = v2.RandomAffine(
             degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=v2.InterpolationMode.BILINEAR, fill=0
@@ -94,32 +108,3 @@ class DigitsDataModule(pl.LightningDataModule):
         self.train_images = _Images(known, labels[split.train], augmented)
         self.val_images = _Images(images[split.val], labels[split.val], plain)
         self.test_images = _Images(images[split.test], labels[split.test], plain)
-
-    def train_dataloader(self) -> DataLoader[Example]:
-        """Shuffled training batches, all of the full size.
-
-        Raises:
-            ValueError: a rank has fewer images than one batch.
-        """
-        sampler = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        images_per_rank = len(self.train_images) // (sampler["num_replicas"] if sampler else 1)
-        if self.batch_size > images_per_rank:
-            raise ValueError(f"batch_size is {self.batch_size}, but a rank has only {images_per_rank} training images")
-        return self._loader(self.train_images, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[Example]:
-        """Validation batches in a fixed order."""
-        return self._loader(self.val_images)
-
-    def test_dataloader(self) -> DataLoader[Example]:
-        """Test batches in a fixed order."""
-        return self._loader(self.test_images)
-
-    def predict_dataloader(self) -> DataLoader[Example]:
-        """The test batches."""
-        return self._loader(self.test_images)
-
-    def _loader(self, images: _Images, shuffle: bool = False, drop_last: bool = False) -> DataLoader[Example]:
-        return DataLoader(
-            images, batch_size=self.batch_size, shuffle=shuffle, drop_last=drop_last, num_workers=self.num_workers
-        )

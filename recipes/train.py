@@ -1,7 +1,8 @@
 """The one script of the image classification recipes: train, test the best checkpoint, sum up.
 
-``ringstrategy run NAME`` calls :func:`main` with the config of a recipe. Lightning's launcher starts the other ranks by
-running the same command line again, so all that is here runs in every rank.
+``ringstrategy run NAME`` calls :func:`main` with the config of a recipe; ``python train.py`` does so with the
+``config.yaml`` beside it, if there is one. Lightning's launcher starts the other ranks by running the same command line
+again, so all that is here runs in every rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from image_classifier import ImageClassifier
+from image_data import ImageDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
@@ -75,6 +77,9 @@ def main(arguments: Sequence[str], config: Path | None = None, prog: str | None 
         arguments: any argument of LightningCLI; they go before what the config says.
         config: YAML file with the settings of a recipe.
         prog: the command that help and errors show.
+
+    Raises:
+        FileNotFoundError: data or weights are missing; known before any rank is started.
     """
     parser_kwargs = {"prog": prog, "default_config_files": [str(config)] if config else []}
     cli = RecipeCLI(
@@ -88,6 +93,8 @@ def main(arguments: Sequence[str], config: Path | None = None, prog: str | None 
         args=list(arguments),
     )
     trainer = cli.trainer
+    if isinstance(cli.datamodule, ImageDataModule):
+        cli.datamodule.check_files()
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
     measured = dict(trainer.callback_metrics)
     best = _best_checkpoint(trainer)
@@ -120,4 +127,5 @@ def _number(metrics: Mapping[str, Tensor], name: str) -> float | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    beside = Path(__file__).resolve().with_name("config.yaml")
+    main(sys.argv[1:], config=beside if beside.is_file() else None)

@@ -52,7 +52,11 @@ def _add_kind(
 ) -> argparse.ArgumentParser:
     """A kind of measurement, with what all kinds take."""
     parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=summary, description=description, formatter_class=HelpFormatter
+        name,
+        help=summary,
+        description=description,
+        epilog=f"example: ringstrategy bench {name} --json {name}.json",
+        formatter_class=HelpFormatter,
     )
     add_outputs(parser)
     parser.set_defaults(func=run)

@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _told(error: Exception) -> str:
     """An error in a line: its class and its message."""
     text = str(error)
-    if "Original Traceback" in text:  # of a process that loads data, with its whole traceback in the message
-        return text.strip().splitlines()[-1]
+    if "Original Traceback" in text:  # from a process that loads data, whose whole traceback is in the message
+        before, _, after = text.partition("Caught ")
+        text = before + after.strip().splitlines()[-1]
+        return f"{type(error).__name__}: {text}" if before else text
     return f"{type(error).__name__}: {text}"
 
 

@@ -38,6 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Cut a classifier of torchvision into pipeline stages by what its layers cost on this machine, and"
         " predict a step. Nothing is trained: the layers are measured in this process on one micro-batch, each with the"
         " machine to itself. The prediction is as good as that: stages that compete for cores or memory are slower.",
+        epilog="example: ringstrategy plan --model resnet50 --stages 4 --chunks 8",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--model", required=True, help="any classifier of torchvision, e.g. resnet50")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_parser", "add_recipes_to_path", "recipes_folder"]
+__all__ = ["add_parser", "add_recipes_to_path", "check_installed", "recipes_folder"]
+
+_PIPE_WIDTH = 140  # columns, where the output is no terminal
+# What the extra `recipes` installs and the recipes import.
+_NEEDED = ("torchvision", "torchmetrics", "sklearn", "tensorboard", "jsonargparse", "matplotlib")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -16,7 +21,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers()`` returned.
     """
-    parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
+    parser = subparsers.add_parser(
+        "recipes",
+        help="list the recipes",
+        description="List the recipes: what they train, on which data and how many ranks, and what has been measured.",
+        epilog="example: ringstrategy recipes",
+    )
     parser.set_defaults(func=_list_recipes)
 
 
@@ -44,6 +54,19 @@ def add_recipes_to_path() -> None:
         sys.path.insert(0, folder)
 
 
+def check_installed() -> None:
+    """See whether everything is there that the recipes import.
+
+    Raises:
+        ModuleNotFoundError: something is missing; the message says how to get it.
+    """
+    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{', '.join(missing)} not installed; the recipes need `pip install 'ringstrategy[recipes]'`"
+        )
+
+
 def _list_recipes(args: argparse.Namespace) -> int:
     add_recipes_to_path()
     from registry import RECIPES
@@ -55,7 +78,9 @@ def _list_recipes(args: argparse.Namespace) -> int:
     table.add_column("trains")
     table.add_column("data")
     table.add_column("ranks", justify="right")
+    table.add_column("test accuracy and time")
     for recipe in RECIPES:
-        table.add_row(recipe.name, recipe.summary, recipe.data, str(recipe.ranks))
-    Console().print(table)
+        measured = recipe.measured or "not measured"
+        table.add_row(recipe.name, recipe.summary, recipe.data, str(recipe.ranks), measured)
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
     return 0

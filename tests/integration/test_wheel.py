@@ -81,10 +81,27 @@ def test_an_installed_package_lists_its_recipes(site: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_installed_package_trains_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+def test_an_installed_package_trains_predicts_and_copies_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     limits = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
     _command(site, tmp_path, "run", "digits", "--trainer.max_epochs=1", *limits)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     summary = json.loads((tmp_path / "runs" / "digits" / "version_0" / "summary.json").read_text())
     assert summary["ranks"] == 2
     assert Path(summary["checkpoint"]).is_file()
+
+    logs = tmp_path / "runs" / "digits" / "version_0"
+    pictures = ["predict", summary["checkpoint"], str(logs / "confusion.png")]  # any picture has some class
+    assert "%" in _command(site, tmp_path, *pictures, "--plot", "sheet.png").stdout
+    assert (tmp_path / "sheet.png").is_file()
+
+    _command(site, tmp_path, "copy", "digits", "project")
+    project = tmp_path / "project"
+    copied = [*limits, "--trainer.max_epochs=1"]
+    ended = run_script(project / "train.py", *copied, cwd=project, env={"PYTHONPATH": str(site)}, timeout=100.0)
+    assert ended.returncode == 0, ended
+    assert (project / "runs" / "digits" / "version_0" / "summary.json").is_file()
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < 500_000

@@ -12,7 +12,7 @@ from ringstrategy.cli.recipes import add_recipes_to_path
 add_recipes_to_path()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
     """Networks this small are slower on more threads, above all beside other work."""
     before = torch.get_num_threads()
