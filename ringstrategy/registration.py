@@ -25,9 +25,9 @@ def register() -> None:
         StrategyRegistry.register(
             name, strategy, description=f"{strategy.__name__} with {described}", override=True, **arguments
         )
-    if _OTHER_FLAVOUR in sys.modules:
+    other = sys.modules.get(_OTHER_FLAVOUR)
+    if other is not None and (registry := other.strategies.StrategyRegistry) is not StrategyRegistry:
         # Its classes are not those of `lightning`; a name that explains beats "invalid strategy name".
-        registry = sys.modules[_OTHER_FLAVOUR].strategies.StrategyRegistry
         for name in _names():
             registry.register(name, _WrongFlavour, description="only for `lightning.pytorch`", override=True)
 
@@ -52,5 +52,6 @@ class _WrongFlavour:
     def __init__(self) -> NoReturn:
         raise ImportError(
             "ringstrategy works with `import lightning.pytorch as pl`, but this program imports `pytorch_lightning`, "
-            "whose classes are different ones. Change the import (the package `lightning` contains all of it)."
+            "whose classes are different ones. Change the import (the package `lightning` contains all of it), or "
+            "start the program by `python -m ringstrategy`, under which both names are the same."
         )

@@ -91,10 +91,15 @@ def _same_entries(left: Any, right: Any) -> bool:
     if len(left) != len(right):
         return False
     if isinstance(left, dict):
-        return all(key == other and left[key] is right[other] for key, other in zip(left, right, strict=True))
+        return all(_same(key, other) and left[key] is right[other] for key, other in zip(left, right, strict=True))
     if isinstance(left, list):
         return all(one is other for one, other in zip(left, right, strict=True))
     return bool(left == right)
+
+
+def _same(key: Any, other: Any) -> bool:
+    """Whether two keys of dicts are the same; tensors are compared by identity, as dicts do."""
+    return key is other or (not isinstance(key, Tensor) and bool(key == other))
 
 
 def _random_states() -> tuple[Any, ...]:

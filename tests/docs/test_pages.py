@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.constants import default_pg_timeout
 
-from ringstrategy import allocator
-from ringstrategy.collectives import shared_memory
+from ringstrategy import allocator, host_links
+from ringstrategy.collectives import hierarchical, host_memory, shared_memory
 from ringstrategy.failure import FailureMonitor
 from ringstrategy.gradients.buckets import MIB, plan_buckets
 from ringstrategy.strategies import ring_ddp
@@ -56,9 +56,11 @@ FIGURES = [
     ),
     ("docs/how-it-works.md", f"first bucket has at most {_default(plan_buckets, 'first_cap_bytes') // MIB} MiB"),
     ("docs/how-it-works.md", f"pieces of {shared_memory._SEGMENT_BYTES // 1024} KiB"),
-    ("docs/how-it-works.md", f"before: {shared_memory._BEGIN.size} bytes"),
+    ("docs/how-it-works.md", f"before: {host_memory._BEGIN.size} bytes"),
     ("docs/how-it-works.md", _WARNED),
     ("docs/how-it-works.md", f"after {_GRACE} s"),
+    ("docs/hosts.md", f"segments of {hierarchical._SEGMENT_BYTES // 1024} KiB"),
+    ("docs/hosts.md", f"{ {3.0: 'three'}[host_links._QUIET_SECONDS] } seconds without a sign of life"),
 ]
 
 

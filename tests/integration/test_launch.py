@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 import socket
 from functools import partial
@@ -47,6 +48,11 @@ def test_registration_can_be_repeated() -> None:
     register()
     assert StrategyRegistry.available_strategies() == before
     assert sum(name.startswith("ring_ddp") for name in before) == len(NAMES)
+
+
+@pytest.mark.parametrize("strategy", [ringstrategy.RingDDPStrategy, ringstrategy.PipelineStrategy])
+def test_a_strategy_can_be_sent_to_a_spawned_worker(strategy: type[ringstrategy.RingDDPStrategy]) -> None:
+    assert type(pickle.loads(pickle.dumps(strategy(start_method="spawn")))) is strategy
 
 
 @pytest.mark.slow

@@ -44,6 +44,16 @@ def test_an_automatic_cut_has_every_layer_once_and_no_empty_stage(stages: int, b
     assert all(chosen.layers)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_batch_norm_is_measured_on_an_example_of_few_rows(rows: int) -> None:
+    """Symptom: `example_input_array` with fewer rows than twice the chunks ends the run before it starts."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    statistics = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    chosen = choose_cut(network, 2, "time", Example(*flatten_call((torch.randn(rows, 4),), {})), chunks=8)
+    assert chosen.costs is not None
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in network.named_buffers())
+
+
 def test_seventy_equal_layers_over_twelve_stages() -> None:
     """Symptom: a partition that rounds the layers per stage covers 60 of 70."""
     sizes = partition([1.0] * 70, 12)

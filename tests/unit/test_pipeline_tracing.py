@@ -50,6 +50,14 @@ def test_a_layer_is_a_called_module_and_what_follows() -> None:
     assert [layer.buffers for layer in found.layers] == [("offset",), (), ()]
 
 
+def test_attributes_may_be_dicts_by_parameter() -> None:
+    """Symptom: a boolean value of a tensor is ambiguous, once ``toggle_optimizer`` was called: it keeps such a dict."""
+    module = Plain()
+    vars(module)["trains"] = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    assert _names(trace(module, _call())) == ["first", "second", "second (call 2)"]
+    assert list(vars(module)["trains"]) == list(module.parameters())
+
+
 def test_a_module_that_calls_none_is_one_layer() -> None:
     class Only(nn.Module):
         def __init__(self) -> None:
