@@ -25,6 +25,7 @@ from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
@@ -160,7 +161,8 @@ def mark_logged(value: LoggedValue) -> None:
 
 def draws_graph(trainer: pl.Trainer) -> bool:
     """Whether a logger wants to trace the module, to draw it (``TensorBoardLogger(log_graph=True)``)."""
-    return any(getattr(logger, "_log_graph", False) for logger in trainer.loggers)
+    own = [logger for logger in trainer.loggers if not isinstance(logger, DummyLogger)]  # which has every attribute
+    return any(getattr(logger, "_log_graph", False) for logger in own)
 
 
 def move_own(module: pl.LightningModule, device: torch.device) -> None:

@@ -166,6 +166,12 @@ def test_a_graph_of_the_whole_module_is_refused_before_anything_is_cut(tmp_path:
         assert "ValueError: A logger with log_graph=True" in str(outcome.error), outcome.error
 
 
+def test_the_logger_of_a_fast_dev_run_is_none_that_draws(tmp_path: Path) -> None:
+    """Symptom: refused like a logger that draws the graph, for it answers to every name."""
+    options = {"fast_dev_run": 1, "logger": TensorBoardLogger(tmp_path)}
+    assert len(fit_stages(2, options=options)) == 2
+
+
 class _CallsTwice(Classification):
     def loss(self, batch: Batch) -> Tensor:
         return super().loss(batch) + super().loss(batch)

@@ -1,0 +1,1 @@
+"""Validation, test and prediction in which every sample counts once."""

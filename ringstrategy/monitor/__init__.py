@@ -1,0 +1,1 @@
+"""What training costs the ranks, step by step."""
