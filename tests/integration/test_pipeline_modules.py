@@ -166,6 +166,9 @@ def test_modules_of_many_kinds(what: str, schedule: str) -> None:
 class _Drifting(nn.Module):
     """Divides by a running mean, which it replaces, and counts in place how often."""
 
+    scale: Tensor
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
