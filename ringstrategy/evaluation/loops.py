@@ -114,7 +114,5 @@ class UnevenPredictionLoop(_lightning.PredictionLoop):
 
 
 def _sampler_of(loader: Any) -> object:
-    batch_sampler = getattr(
-        loader, "batch_sampler", None
-    )  # Lightning's, which notes indices, looks like the own one
+    batch_sampler = getattr(loader, "batch_sampler", None)  # Lightning's, which notes indices, looks like the own one
     return getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)

@@ -32,7 +32,6 @@ def step_metrics(steps: Sequence[StepCosts]) -> dict[str, float]:
     slowest = Counter(step.slowest for step in steps if step.slowest is not None)
     if slowest:
         metrics["slowest_rank"] = float(slowest.most_common(1)[0][0])
-    bubbles = [step.bubble for step in steps if step.bubble is not None]
     if bubbles:
         metrics["bubble"] = sum(bubbles) / len(bubbles)
     return {f"ring/{name}_step": value for name, value in metrics.items()}
