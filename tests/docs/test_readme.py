@@ -201,6 +201,7 @@ WAYS: dict[str, Way] = {
     "make test": _make,
     "make docs": _make,
     "ringstrategy recipes": here(),
+    "ringstrategy copy digits my-digits": here(),
     "ringstrategy run digits": _sums_up,
     "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": config_only,
     "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": config_only,
@@ -213,6 +214,7 @@ WAYS: dict[str, Way] = {
 }
 SLOW_WAYS: dict[str, Way] = {
     "python fails.py": _fail,
+    "ringstrategy doctor": here(),
     "ringstrategy run digits": _trained,
     "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": _trained,
     "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": _trained,
