@@ -40,6 +40,8 @@ from tests.helpers.compare import (
 from tests.helpers.features import feature
 from tests.helpers.models import state_of
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Callbacks"
 
 

@@ -24,6 +24,8 @@ from tests.helpers.features import feature
 from tests.helpers.models import Batch
 from tests.helpers.ranks import RanksFailedError
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Checkpoints"
 
 

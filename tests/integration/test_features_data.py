@@ -15,6 +15,8 @@ from tests.helpers.compare import Normalised, Place, Result, assert_same, result
 from tests.helpers.features import feature
 from tests.helpers.models import data
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Data"
 
 

@@ -30,6 +30,8 @@ from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression, network
 from tests.helpers.ranks import RanksFailedError
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Modules"
 
 

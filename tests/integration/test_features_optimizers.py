@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from tests.helpers.assertions import assert_ranks_identical
 from tests.helpers.compare import Logged, Place, Result, assert_same, fit, fit_alone, fit_under, run_both
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression
+
+pytestmark = pytest.mark.slow  # the whole table takes minutes
 
 _GROUP = "Optimizers, schedules, clipping"
 

@@ -24,6 +24,8 @@ from tests.helpers.compare import (
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Precision and compilation"
 
 

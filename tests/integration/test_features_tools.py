@@ -23,6 +23,8 @@ from tests.helpers.compare import Logged, Normalised, Place, Result, assert_same
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, data, network, state_of
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Tools"
 
 

@@ -33,6 +33,8 @@ from tests.helpers.compare import (
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, network
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Averaging, freezing, pruning"
 
 
