@@ -93,7 +93,7 @@ trainer.fit({module}(rank, {arguments}), shard(rank, 2, rows=24, batch_size=4))
 
 
 @pytest.mark.parametrize(("module", "arguments", "checkpoint_io", "message"), [
-    ("Regression", "", "FullDisk", "OSError: [Errno 28] No space left on device"),
+    pytest.param("Regression", "", "FullDisk", "OSError: [Errno 28] No space left on device", marks=pytest.mark.slow),
     pytest.param("RaisesWhenSaved", "0", "AtomicCheckpointIO", "ValueError: boom on rank 0", marks=pytest.mark.slow),
     pytest.param("RaisesWhenSaved", "1", "AtomicCheckpointIO", "ValueError: boom on rank 1", marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -15,6 +15,8 @@ from tests.helpers.compare import Normalised, Place, Result, assert_same, fit, f
 from tests.helpers.features import feature
 from tests.helpers.models import Batch, Regression
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Loops"
 
 

@@ -25,6 +25,8 @@ from tests.helpers.pipelines import (
     run_stages,
 )
 
+pytestmark = pytest.mark.slow  # the whole table takes minutes
+
 _GROUP = "Loops"
 
 

@@ -357,6 +357,7 @@ def _assert_two_ranks_ran(ended: Any, name: str, arguments: list[str]) -> None:
     assert "RingDDPStrategy" in ended.stdout, ended
 
 
+@pytest.mark.slow
 def test_a_script_and_the_ranks_it_starts(tmp_path: Path) -> None:
     _write(tmp_path, train=TRAIN)
     ended = run_script(PYTHON, *RUNNER, "train.py", "ring_ddp", "go", timeout=100.0, cwd=tmp_path)

@@ -115,6 +115,7 @@ def test_two_steps_of_the_network_of_a_config(name: str, tmp_path: Path) -> None
     _assert_complete(tmp_path / "runs" / name / "version_0", recipe.ranks)
 
 
+@pytest.mark.slow
 def test_the_real_command(tmp_path: Path) -> None:
     ended = _run("digits", *TWO_STEPS, cwd=tmp_path)
     assert ended.returncode == 0, ended

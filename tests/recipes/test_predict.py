@@ -37,7 +37,7 @@ def _trainer(folder: Path) -> pl.Trainer:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint of a short training and some test images as pictures."""
     folder = tmp_path_factory.mktemp("run")
-    pl.seed_everything(0)
+    torch.manual_seed(0)
     trainer = _trainer(folder)
     trainer.fit(ImageClassifier(), datamodule=DigitsDataModule())
     trainer.save_checkpoint(folder / "digits.ckpt")

@@ -102,6 +102,7 @@ def test_the_exit_status_and_the_file(
     assert "there is no interface nosuch0 here" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_ranks_really_start(tmp_path: Path) -> None:
     ended = run_script(_COMMAND, "doctor", "--json", "doctor.json", cwd=tmp_path, timeout=100.0)
     assert ended.returncode == 0, ended

@@ -129,6 +129,7 @@ def test_variables_that_training_sets_are_put_back_in_silence(monkeypatch: pytes
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
+@pytest.mark.slow
 def test_a_test_that_leaks_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
     (tmp_path / "test_leak.py").write_text(
         "import os\n"

@@ -68,6 +68,7 @@ def _sleep_where_it_can_be_seen() -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_timeout_kills_all_ranks_and_shows_where_they_stood() -> None:
     began = time.monotonic()
     with pytest.raises(RanksFailedError, match=r"rank 1: still running after 3 s; killed") as failure:
@@ -113,6 +114,7 @@ def _leave_a_process(rank: int, world_size: int) -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_is_reported_and_ended() -> None:
     with pytest.raises(RanksFailedError, match=r"left processes behind: \d+ \(sleep 600\)"):
         run_ranks(_leave_a_process, 1)
@@ -151,6 +153,7 @@ def _hang_after_returning(rank: int, world_size: int) -> None:
     threading.Thread(target=time.sleep, args=(600,)).start()
 
 
+@pytest.mark.slow
 def test_a_rank_that_returns_but_does_not_end_is_an_error() -> None:
     with pytest.raises(RanksFailedError, match="still running after 2 s"):
         run_ranks(_hang_after_returning, 1, timeout=2.0)
@@ -184,6 +187,7 @@ def test_a_script_that_leaves_a_process_is_found_out_and_cleaned_up(new_session:
     assert int(ended.stdout) not in {process.pid for process in live_processes()}
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_is_killed_and_shows_its_stacks() -> None:
     ended = run_script(
         """
