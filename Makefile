@@ -35,7 +35,7 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint  ## lint, types, and the suite without the long matrices
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-all: lint  ## everything, with the fault and launch matrices
 	$(BIN)/python -m pytest
