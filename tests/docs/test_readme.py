@@ -91,7 +91,7 @@ def _make(command: str, folder: Path) -> None:
     program, target = command.split()
     last = {
         "train": "ringstrategy run digits",
-        "test": "pytest -m 'not slow'",
+        "test": "pytest -m 'not slow' -n 2 --dist loadfile",
         "docs": "sphinx-build -W -b html docs docs/_build",
     }
     # A make inside `make test` would also say which folder it leaves.
