@@ -142,12 +142,10 @@ def _build(model: str, size: int) -> nn.Module:
 
 def _sizes(module: nn.Module, args: argparse.Namespace) -> tuple[int, ...]:
     """Images per micro-batch, as the strategy chooses them."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     from ringstrategy.pipeline.micro_batches import micro_batch_sizes
+    from ringstrategy.pipeline.plan import least_rows
 
-    has_batch_norm = any(isinstance(child, _BatchNorm) for child in module.modules())
-    return micro_batch_sizes(args.batch, args.chunks, least=2 if has_batch_norm else 1)
+    return micro_batch_sizes(args.batch, args.chunks, least=least_rows(module))
 
 
 def _cut(module: nn.Module, args: argparse.Namespace, chunks: int) -> Cut:

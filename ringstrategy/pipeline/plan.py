@@ -20,7 +20,7 @@ from ringstrategy.pipeline.micro_batches import micro_batch_sizes, rows_of, spli
 from ringstrategy.pipeline.programs import StageProgram, cut
 from ringstrategy.pipeline.tracing import Anchor, Layer, Trace, Traces, common_layers
 
-__all__ = ["Balance", "Cut", "PipelinePlan", "choose_cut"]
+__all__ = ["Balance", "Cut", "PipelinePlan", "choose_cut", "least_rows"]
 
 T = TypeVar("T")
 
@@ -196,8 +196,13 @@ def _in_both_modes(module: nn.Module, call: Call) -> list[Trace]:
     return result
 
 
+def least_rows(module: nn.Module) -> int:
+    """Rows that a micro-batch needs in training: a batch norm normalises one by another."""
+    return 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
+
+
 def _measure(module: nn.Module, layers: Sequence[Layer], example: Example, chunks: int) -> list[LayerCost]:
-    least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
+    least = least_rows(module)
     sizes = micro_batch_sizes(rows_of(example.tensors), chunks, least)
     inputs = [split(tensor, sizes)[0] for tensor in example.tensors]
     if sizes == (1,) and least == 2:  # an example of one row, which a batch norm cannot train on
