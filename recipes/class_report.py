@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -51,10 +51,7 @@ def write_confusion(counts: Tensor, names: Sequence[str], path: Path) -> None:
         names: of the classes.
         path: to write to.
     """
-    with path.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["", *names])
-        table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
+    _write_table(path, ["", *names], ([name, *row] for name, row in zip(names, counts.tolist(), strict=True)))
 
 
 def write_classes(counts: Tensor, names: Sequence[str], path: Path) -> None:
@@ -65,11 +62,18 @@ def write_classes(counts: Tensor, names: Sequence[str], path: Path) -> None:
         names: of the classes.
         path: to write to.
     """
+    rows = (
+        [name, sum(row), f"{right / sum(row):.4f}" if sum(row) else ""]
+        for name, row, right in zip(names, counts.tolist(), counts.diag().tolist(), strict=True)
+    )
+    _write_table(path, ["class", "images", "accuracy"], rows)
+
+
+def _write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["class", "images", "accuracy"])
-        for name, row, right in zip(names, counts.tolist(), counts.diag().tolist(), strict=True):
-            table.writerow([name, sum(row), f"{right / sum(row):.4f}" if sum(row) else ""])
+        table.writerow(head)
+        table.writerows(rows)
 
 
 def draw_confusion(counts: Tensor, names: Sequence[str]) -> Figure:
