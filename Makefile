@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help venv train lint test test-all docs clean
+.PHONY: help venv train lint test test-all docs benchmarks clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ test-all: lint  ## everything, with the fault and launch matrices
 
 docs: $(VENV)/.docs  ## build the pages into docs/_build; a warning is an error
 	$(BIN)/sphinx-build -W -b html docs docs/_build
+
+benchmarks: $(VENV)/.dev  ## measure anew, and write docs/benchmarks.md and the README's tables; keep the machine idle
+	$(BIN)/python docs/benchmarks.py measure
+	$(BIN)/python docs/benchmarks.py write
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

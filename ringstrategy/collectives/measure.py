@@ -10,7 +10,7 @@ conclusion.
     round 0, first bucket     A  B  C  D     connects, and is not counted
     round 1                   A  B  C  D     what takes more than twice the best is out
     rounds 2 and 3            A  B  C        what has been slower than the best every time is out
-    rounds 4 and 5            A  B
+    rounds 4, 5, ...          A  B
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ __all__ = ["BucketSizes", "fastest", "sample"]
 BucketSizes = Callable[[str], Sequence[tuple[int, torch.dtype]]]
 
 _ROUNDS = 5
+_ROUNDS_IF_FEW_BYTES = 15  # short times vary more, and cost less
 _ENOUGH = 3  # after so many, what has never been as fast as the best is out
 _HOPELESS = 2.0  # times the best: no noise makes up for that
 _MOST_BYTES = 32 * 2**20  # that are summed in a round; more would take long, and tell no more
 _FEW_BYTES = 4 * 2**20  # less than this is summed several times in a round ...
-_MOST_CALLS = 16  # ... but not more often than this
+_MOST_CALLS = 4  # ... but not more often than this
 
 
 def fastest(group: RankGroup, collectives: Mapping[str, Collective], buckets: BucketSizes) -> dict[str, float]:
@@ -60,7 +61,7 @@ def fastest(group: RankGroup, collectives: Mapping[str, Collective], buckets: Bu
         _seconds(group, collective, parts[name][:1], 1)
     seconds: dict[str, list[float]] = {name: [] for name in collectives}
     running = list(collectives)
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if calls == 1 else _ROUNDS_IF_FEW_BYTES):
         mine = [_seconds(group, collectives[name], parts[name], calls) * whole[name] for name in running]
         for name, times in zip(running, zip(*group.exchange(mine), strict=True), strict=True):
             seconds[name].append(max(times))

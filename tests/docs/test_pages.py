@@ -19,7 +19,8 @@ from ringstrategy.strategies import ring_ddp
 from tests.docs.markdown import anchors, links
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipes" / "README.md"])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("[!_]*/**/*.md"), ROOT / "recipes" / "README.md"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -76,5 +77,5 @@ def test_the_pages_can_be_built(tmp_path: Path) -> None:
         [*command, str(ROOT / "docs"), str(tmp_path / "html")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        assert (tmp_path / "html" / f"{page.stem}.html").is_file()
+    for page in (page for page in PAGES if DOCS in page.parents):
+        assert (tmp_path / "html" / page.relative_to(DOCS).with_suffix(".html")).is_file()

@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from pathlib import Path
 
-from ringstrategy.bench.all_reduce import AllReduceConfig, measure
+from ringstrategy.bench.all_reduce import AllReduceConfig, AllReduceRow, measure
+from ringstrategy.bench.environment import describe
+from ringstrategy.bench.report import write_json
 from ringstrategy.bench.sizes import format_size, parse_sizes
 from tests.helpers.hosts import TwoHosts, enter, make_hosts, obstacle_to_hosts
 
@@ -33,10 +36,15 @@ def main() -> None:
     parser.add_argument(
         "--algorithms", default="hierarchical,backend", help="separated by commas; ratios are to the last"
     )
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if obstacle := obstacle_to_hosts():
         sys.exit(obstacle)
     algorithms = tuple(options.algorithms.split(","))
+    per_host = options.ranks_per_host
+    words = f"--ranks-per-host {per_host} --rate {options.rate} --sizes {options.sizes} --repeats {options.repeats}"
+    environment = describe(f"python -m tests.helpers.bench_hosts {words} --algorithms {options.algorithms}")
+    found: list[AllReduceRow] = []
     for count in map(int, options.ranks_per_host.split(",")):
         config = AllReduceConfig(
             ranks=2 * count,
@@ -47,6 +55,7 @@ def main() -> None:
         )
         with make_hosts(options.rate) as hosts:
             rows = measure(config, partial(enter_host_of_rank, hosts, count))
+        found += rows
         for size in config.sizes:
             seconds = {row.collective: row.median_s for row in rows if row.bytes == size}
             last = seconds[algorithms[-1]]
@@ -55,6 +64,8 @@ def main() -> None:
                 + ", ".join(f"{name} {took * 1e3:.1f} ms ({last / took:.2f}x)" for name, took in seconds.items()),
                 flush=True,
             )
+    if options.json:
+        write_json(options.json, environment, found)
 
 
 if __name__ == "__main__":
