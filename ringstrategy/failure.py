@@ -77,6 +77,9 @@ class RankFailure(RuntimeError):
     Args:
         note: which rank, and why.
         waiting_for: what this rank was waiting for when it learned of it.
+
+    Attributes:
+        note: about the rank that failed first.
     """
 
     def __init__(self, note: FailureNote, waiting_for: str = "") -> None:

@@ -119,7 +119,8 @@ class _Watch(pl.Callback):
         if before is None or after is None:
             return None, None, None
         return (
-            (after.seconds - before.seconds) / self._run.steps,
+            # The process group's own all-reduce does not say how long it takes.
+            (after.seconds - before.seconds) / self._run.steps or None,
             (after.exposed_seconds - before.exposed_seconds) / self._run.steps,
             (after.copy_seconds - before.copy_seconds) / self._run.steps,
         )

@@ -28,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Say which backend and transport a run would use here and why, look at the network and at limits"
         " of this machine, and have two ranks sum numbers. The exit status is 0 if all works, 1 if something is"
         " broken.",
+        epilog="example: ringstrategy doctor --json doctor.json",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--no-self-test", action="store_true", help="only look, start no ranks")

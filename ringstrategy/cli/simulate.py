@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Fit a cost model to results of `ringstrategy bench all-reduce --json`, check it on measurements"
         " that it has not seen, and predict the time of an all-reduce, and of a training step, for other sizes, numbers"
         " of ranks and hosts. What goes beyond the measurements is marked with a star.",
+        epilog="example: ringstrategy simulate ranks2.json ranks4.json --ranks 2,4,8,16 --hosts 1,2 --bandwidth 10Gbit",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("bench", type=_document, nargs="+", metavar="BENCH.json", help="one file per number of ranks")

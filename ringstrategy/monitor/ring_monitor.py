@@ -42,8 +42,8 @@ class RingMonitor(pl.Callback):
         ring/sent_MiB        sent to other ranks
         ring/buckets         all-reduces
         ring/all_reduce_ms   time in all-reduces
-        ring/exposed_ms      the part that is not hidden behind backward, and waits for other stages
-        ring/busbw_GBps      bytes sent per second of all-reduce; not in a pipeline, whose stages send as well
+        ring/exposed_ms      what is not hidden behind backward, and waits for stages
+        ring/busbw_GBps      bytes sent per second of all-reduce; not in a pipeline
         ring/waited_ms       from the end of the own backward until the last rank was there
         ring/slowest_rank    which that was, most of the time
         ring/bubble          share of a pipeline's time in which stages compute nothing

@@ -89,7 +89,7 @@ def _small(*words: str) -> Way:
 # By what a command begins with, the first that fits: how it is run in every suite (None: not), and in the long one.
 WAYS: dict[str, tuple[Way | None, Way | None]] = {
     "make benchmarks": (_make, None),
-    "ringstrategy bench all-reduce ": (here(*_TINY_SUMS), None),
+    "ringstrategy bench all-reduce ": (None, here(*_TINY_SUMS)),
     "ringstrategy bench train-step ": (None, _small(*_TINY_STEP)),
     "ringstrategy bench pipeline ": (None, _small(*_TINY_PIPELINE)),
     "ringstrategy doctor": (here("--no-self-test"), here()),
