@@ -36,7 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers()`` returned.
     """
-    bench = subparsers.add_parser("bench", help="measure the all-reduce, a training step or a pipeline on this machine")
+    bench = subparsers.add_parser(
+        "bench",
+        help="measure the all-reduce, a training step or a pipeline on this machine",
+        epilog="example: ringstrategy bench train-step --model resnet18 --batch-size 16",
+    )
     kinds = bench.add_subparsers(metavar="KIND", required=True)
     _add_all_reduce(kinds)
     _add_train_step(kinds)

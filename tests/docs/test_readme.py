@@ -93,6 +93,7 @@ def _make(command: str, folder: Path) -> None:
         "train": "ringstrategy run digits",
         "test": "pytest -m 'not slow' -n 2 --dist loadfile",
         "docs": "sphinx-build -W -b html docs docs/_build",
+        "benchmarks": "python docs/benchmarks.py write",
     }
     # A make inside `make test` would also say which folder it leaves.
     how = [program, "--no-print-directory", "--dry-run", target]
@@ -193,6 +194,7 @@ def _commands_starting(with_: str) -> Iterator[str]:
 
 
 TINY_SUMS = here("--sizes", "4KiB", "--repeats", "2", "--warmup", "1")
+_ONE_PROCESS = "ringstrategy run digits --trainer.strategy auto --trainer.devices 1 --data.init_args.batch_size 64"
 # How each command is run here: in every suite, and in the one with the long tests.
 WAYS: dict[str, Way] = {
     "pip install .": _install,
@@ -200,11 +202,13 @@ WAYS: dict[str, Way] = {
     "make train": _make,
     "make test": _make,
     "make docs": _make,
+    "make benchmarks": _make,
     "ringstrategy recipes": here(),
     "ringstrategy copy digits my-digits": here(),
     "ringstrategy run digits": _sums_up,
     "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": config_only,
     "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": config_only,
+    _ONE_PROCESS: config_only,
     "ringstrategy run digits_gpipe": config_only,
     "ringstrategy plan --model resnet50 --stages 4 --chunks 8": here(
         *("--model", "squeezenet1_1", "--size", "32", "--batch", "8")
@@ -218,8 +222,9 @@ SLOW_WAYS: dict[str, Way] = {
     "ringstrategy run digits": _trained,
     "ringstrategy run digits --trainer.strategy ddp --trainer.max_epochs 5": _trained,
     "ringstrategy run digits --model.network resnet18 --model.learning_rate 1.0e-3": _trained,
+    _ONE_PROCESS: _trained,
     "ringstrategy run digits_gpipe": _trained,
-    "ringstrategy bench pipeline --json pipeline.json": _measured_pipeline,
+    "ringstrategy bench pipeline": _measured_pipeline,
     **dict.fromkeys(_commands_starting("ringstrategy bench train-step "), _measured),
 }
 

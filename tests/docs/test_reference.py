@@ -97,6 +97,7 @@ def test_a_command_answers(command: str) -> None:
     text = _directives().help_text(command)
     assert text.startswith(f"usage: {command} [-h]")
     assert max(map(len, text.splitlines())) <= 95  # what fits on a page
+    assert re.search(r"^examples?:", text, re.MULTILINE)
 
 
 def test_a_command_that_is_not_there() -> None:
