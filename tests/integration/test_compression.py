@@ -220,6 +220,7 @@ def test_a_failure_wakes_those_who_wait_for_messages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # trains twice, to the end
 @pytest.mark.parametrize("compression", _COMPRESSIONS)
 def test_digits_are_learned_as_well_as_without(compression: Compression, tmp_path: Path) -> None:
     def accuracy(*arguments: str) -> float:
