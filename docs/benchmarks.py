@@ -27,7 +27,9 @@ from ringstrategy.bench import report
 from ringstrategy.bench.all_reduce import AllReduceRow
 from ringstrategy.bench.pipeline import PipelineRow
 from ringstrategy.bench.plot import plot_all_reduce
+from ringstrategy.bench.sizes import format_size
 from ringstrategy.bench.train_step import TrainStepRow
+from ringstrategy.quantities import format_time
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -231,9 +233,9 @@ def _readme_all_reduce() -> str:
             cells.append(
                 [
                     str(ours.ranks),
-                    report.format_size(size),
-                    report.format_time(ours.median_s),
-                    report.format_time(gloo.median_s),
+                    format_size(size),
+                    format_time(ours.median_s),
+                    format_time(gloo.median_s),
                     f"{gloo.median_s / ours.median_s:.1f}x",
                     f"{ours.busbw_GBps:.2f} GB/s",
                     f"{gloo.busbw_GBps:.2f} GB/s",
@@ -253,7 +255,7 @@ def _readme_train_step() -> str:
                 [
                     row.model if row is ours else "",
                     f"`{row.strategy}`",
-                    report.format_time(row.median_s),
+                    format_time(row.median_s),
                     "" if row is ours else f"{row.median_s / ours.median_s:.2f}x",
                     f"{row.peak_pss_MiB:.0f} MiB",
                 ]
@@ -270,7 +272,7 @@ def _readme_pipeline() -> str:
         [
             str(row.chunks),
             f"`{row.variant}`",
-            report.format_time(row.median_s),
+            format_time(row.median_s),
             f"{seconds[f'torch_{row.variant}', row.chunks] / row.median_s:.2f}x",
             f"{naive.median_s / row.median_s:.2f}x",
             f"{row.bubble:.0%}",
@@ -280,7 +282,7 @@ def _readme_pipeline() -> str:
         if row.variant in ("gpipe", "1f1b")
     ]
     head = ("micro-batches", "schedule", "step", "against torch", "against naive", "bubble", "peak memory by rank")
-    alone = f"Naive model parallelism: {report.format_time(naive.median_s)}."
+    alone = f"Naive model parallelism: {format_time(naive.median_s)}."
     return f"{_lines(head, cells)}\n\n{alone} {environment_line(environment)}"
 
 
