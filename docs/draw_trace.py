@@ -23,6 +23,12 @@ _COLOURS = {
 _HEIGHT = 0.8
 
 
+def _inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    """Whether an event lies in another one of its lane."""
+    alike = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
+    return alike and 0 <= inner["ts"] - outer["ts"] <= outer["dur"]
+
+
 def draw(trace: dict[str, Any], steps: range) -> Figure:
     """One row per rank and lane, over the time of some steps."""
     events = trace["traceEvents"]
@@ -44,8 +50,10 @@ def draw(trace: dict[str, Any], steps: range) -> Figure:
         height = _HEIGHT * (0.5 if nested else 1.0)
         axes.barh(row, width, left=start, height=height, color=_COLOURS[colour], edgecolor="white", linewidth=0.5)
         label = event["name"].removeprefix("bucket ").split(",")[0] if colour == "bucket" else event["name"]
-        if colour != "wait for" and width / (ended - begun) * 1e3 > 0.0085 * len(label):
-            axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, clip_on=True)
+        inner = (wait["ts"] for wait in spans if wait["name"] == "wait for gradients" != label and _inside(wait, event))
+        room = (min(inner, default=event["ts"] + event["dur"]) - event["ts"]) / 1e3
+        if colour != "wait for" and room / (ended - begun) * 1e3 > 0.0085 * len(label):
+            axes.text(start + room / 2, row, label, ha="center", va="center", fontsize=8, clip_on=True)
     axes.set_xlim(0, (ended - begun) / 1e3)
     axes.set_yticks(
         range(len(lanes)), [f"{names['process_name', p, 0]}  {names['thread_name', p, t]}" for p, t in lanes]
