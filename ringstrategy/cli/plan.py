@@ -83,7 +83,7 @@ class Forecast:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as with one chunk."""
+        """How many times as fast as with the stages at work one at a time."""
         return self.one_chunk.makespan / self.timeline.makespan
 
 
@@ -205,8 +205,8 @@ def _show(
     timeline = forecast.timeline
     console.print(_title(args, forecast.sizes), "", stage_table(rows), "", TimelineText(timeline), "", sep="\n")
     console.print(
-        f"predicted step  {format_time(timeline.makespan)}, {forecast.speedup:.2f}x the speed of chunks=1, which takes"
-        f" {format_time(forecast.one_chunk.makespan)}"
+        f"predicted step  {format_time(timeline.makespan)}; with the stages at work one at a time"
+        f" {format_time(forecast.one_chunk.makespan)} ({forecast.speedup:.2f}x)"
     )
     ideal = ideal_bubble(timeline.stages, timeline.micro_batches)
     console.print(
