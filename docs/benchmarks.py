@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -193,6 +194,12 @@ def environment_line(environment: dict[str, Any]) -> str:
     ).format(**environment)
 
 
+def _folded(command: str) -> str:
+    """A command in lines that fit on a page."""
+    lines = textwrap.wrap(command, 76, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines)
+
+
 def page() -> str:
     """The benchmarks page."""
     parts = [
@@ -205,7 +212,7 @@ def page() -> str:
         parts += [f"## {section.title}", section.text]
         for benchmark in section.benchmarks:
             environment, rows = benchmark.read()
-            parts.append(f"```console\n{benchmark.command} --json {benchmark.name}.json\n```")
+            parts.append(f"```console\n{_folded(f'{benchmark.command} --json {benchmark.name}.json')}\n```")
             parts += map(markdown, benchmark.tables(rows))
             if (IMAGES / f"{benchmark.name}.png").exists():
                 parts.append(f"![{section.title}: {benchmark.name}](images/{benchmark.name}.png)")

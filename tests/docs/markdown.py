@@ -32,12 +32,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[str]:
-    """The commands of all blocks for a shell, without their comments."""
+    """The commands of all blocks for a shell, each in one line and without its comment."""
     lines = [
         line
         for block in blocks(page)
         if block.language in ("console", "bash", "sh")
-        for line in block.text.splitlines()
+        for line in re.sub(r"\s*\\\n\s*", " ", block.text).splitlines()
     ]
     stripped = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in lines]
     return [command for command in stripped if command]
