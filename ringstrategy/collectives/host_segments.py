@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.collectives.half_precision import Message, MessageLayout, add_into, decode, encode
-from ringstrategy.collectives.links import LinkLost
+from ringstrategy.collectives.links import naming
 from ringstrategy.process_group import Rank, RankGroup
 
 __all__ = ["HalfSegment", "HostMessages", "Peer", "PlainSegment", "Segment"]
@@ -58,18 +58,21 @@ class HostMessages:
         """Start sending; what is returned waits for the end."""
         if not data.numel():
             return _nothing
-        work = dist.isend(data, group=self._control, group_dst=place, tag=tag)
+        with naming(self._ranks[place]):
+            work = dist.isend(data, group=self._control, group_dst=place, tag=tag)
         self.bytes_sent += data.nbytes
         return partial(_wait, work, self._ranks[place])
 
     def receive(self, data: Tensor, place: int, tag: int) -> _Wait:
         """Let data be received; what is returned waits for it.
 
-        The wait raises :class:`LinkLost` if the other rank is gone, or silent for longer than the timeout.
+        The wait raises :class:`~ringstrategy.collectives.links.LinkLost` if the other rank is gone, or silent for
+        longer than the timeout.
         """
         if not data.numel():
             return _nothing
-        work = dist.irecv(data, group=self._control, group_src=place, tag=tag)
+        with naming(self._ranks[place]):
+            work = dist.irecv(data, group=self._control, group_src=place, tag=tag)
         return partial(_wait, work, self._ranks[place])
 
 
@@ -188,7 +191,5 @@ def _nothing() -> None:
 
 def _wait(work: dist.Work | None, peer: Rank) -> None:
     assert work is not None
-    try:
+    with naming(peer):
         work.wait()
-    except RuntimeError as error:
-        raise LinkLost(f"{peer} is gone, or did not answer in time: {error}") from error

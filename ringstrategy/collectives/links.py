@@ -9,11 +9,11 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ringstrategy.process_group import Members, Rank
 
-__all__ = ["Bell", "Link", "LinkLost", "close_in_forked_child", "connect_all"]
+__all__ = ["Bell", "Link", "LinkLost", "close_in_forked_child", "connect_all", "naming"]
 
 # How often a waiting thread looks up to see whether it should still wait.
 _TICK_SECONDS = 0.5
@@ -27,6 +27,18 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
 
 class LinkLost(RuntimeError):
     """The peer closed the socket, or stayed silent for longer than the timeout."""
+
+
+@contextlib.contextmanager
+def naming(peer: object) -> Iterator[None]:
+    """Around messages of the process group with ``peer``: their errors become a :class:`LinkLost` that names it.
+
+    Not only waiting for a message fails: once the backend knows that the peer is gone, starting one does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise LinkLost(f"{peer} is gone, or did not answer in time: {error}") from error
 
 
 class Bell:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.collectives.base import Watch, Work
-from ringstrategy.collectives.links import LinkLost
+from ringstrategy.collectives.links import naming
 from ringstrategy.collectives.worker import Worker
 from ringstrategy.process_group import RankGroup
 
@@ -43,10 +43,8 @@ class Receipt:
         Raises:
             LinkLost: the sender left, or sent nothing within the timeout.
         """
-        try:
+        with naming(self._source):
             self._work.wait()
-        except RuntimeError as error:
-            raise LinkLost(f"{self._source} is gone, or did not answer in time: {error}") from error
 
 
 class Messages:
@@ -82,14 +80,16 @@ class Messages:
 
     def send(self, data: Tensor, to: int) -> None:
         """Start sending. ``data`` must stay as it is until :meth:`finish`, or until the receiver has answered to it."""
-        work = dist.isend(data, group=self._group, group_dst=to, tag=self._tag)
+        with naming(self._ranks[to]):
+            work = dist.isend(data, group=self._group, group_dst=to, tag=self._tag)
         self._sending.append((work, data, to))
         self.sent += 1
         self.bytes_sent += data.nbytes
 
     def receive(self, into: Tensor, source: int) -> Receipt:
         """Say where the next message from rank ``source`` goes; it must be as long as ``into``."""
-        work = dist.irecv(into, group=self._group, group_src=source, tag=self._tag)
+        with naming(self._ranks[source]):
+            work = dist.irecv(into, group=self._group, group_src=source, tag=self._tag)
         return Receipt(work, self._ranks[source])
 
     def scratch(self, count: int, like: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringstrategy.collectives.links import LinkLost
+from ringstrategy.collectives.links import LinkLost, naming
 from ringstrategy.pipeline.messages import pack, unpack
 from ringstrategy.process_group import RankGroup
 
@@ -120,7 +120,8 @@ class BackendChannel:
             jobs.finish(unless=lambda: self._aborted is not None or self._lost is not None)
 
     def _start_sending(self, data: Tensor, tag: int) -> None:
-        work = dist.isend(data, group=self._control, group_dst=self._place, tag=tag)
+        with naming(self._peer):
+            work = dist.isend(data, group=self._control, group_dst=self._place, tag=tag)
         self._sending.add(lambda: _wait(work, data))
 
     def _receive_one(self) -> None:

@@ -88,6 +88,24 @@ def test_a_rank_that_dies_is_noticed_at_once(transport: Transport) -> None:
     assert "noticed after 0." in str(first.error)
 
 
+def _sends_to_nobody(rank: int, world_size: int) -> None:
+    with open_channels("backend") as channels:
+        channel = channels[1 - rank]
+        if rank == 1:
+            channel.send([], "last")
+            os._exit(0)
+        assert channel.receive("last") == []
+        time.sleep(0.5)  # gloo knows by now: already starting a message fails
+        with pytest.raises(LinkLost, match=r"rank 1 \(pid \d+ on .*\) is gone"):
+            channel.send([torch.ones(3)], "never")
+        raise ValueError("noticed")
+
+
+def test_sending_to_a_rank_that_has_left_names_it() -> None:
+    with pytest.raises(RanksFailedError, match="ValueError: noticed"):
+        run_ranks(_sends_to_nobody, 2)
+
+
 def _reads_what_a_closed_channel_sent(rank: int, world_size: int) -> None:
     with open_channels("shared_memory") as channels:
         channel = channels[1 - rank]

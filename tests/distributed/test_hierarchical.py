@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringstrategy.collectives.half_precision import Compression
 from ringstrategy.collectives.hierarchical import HierarchicalAllReduce
@@ -245,6 +247,23 @@ def _one_leaves(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_leaves_is_noticed_on_its_host() -> None:
     assert "rank 3 (pid " in run_ranks(_one_leaves, 4)[2]
+
+
+def _another_host_is_gone(rank: int, world_size: int) -> None:
+    with _collective(_group(rank, "ab")) as collective:
+        memory = collective.allocate(64)
+        dist.barrier()
+        if rank == 1:
+            os._exit(0)
+        time.sleep(0.5)  # gloo knows by now: already starting a message fails
+        with pytest.raises(LinkLost, match=r"rank 1 \(pid \d+ on .*\) is gone"):
+            collective.all_reduce(memory).wait()
+        raise ValueError("noticed")
+
+
+def test_a_host_that_has_left_is_named() -> None:
+    with pytest.raises(AssertionError, match="ValueError: noticed"):
+        run_ranks(_another_host_is_gone, 2)
 
 
 def _foreign_buffer(rank: int, world_size: int) -> None:

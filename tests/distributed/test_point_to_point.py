@@ -212,12 +212,13 @@ def test_abort_wakes_whoever_waits_though_nothing_wakes_the_backend(name: str) -
     assert 0.15 < run_ranks(_aborted, 2, name)[0] < 2.0
 
 
-def _one_leaves(rank: int, world_size: int, name: str) -> None:
+def _one_leaves(rank: int, world_size: int, name: str, later: float) -> None:
     with _collective(name) as collective:
         memory = collective.allocate(64)
         dist.barrier()
         if rank == 1:
             os._exit(0)
+        time.sleep(later)
         with pytest.raises(LinkLost, match=r"rank 1 \(pid \d+ on .*\) is gone, or did not answer in time"):
             collective.all_reduce(memory).wait()
         with pytest.raises(LinkLost, match="is gone"):
@@ -225,10 +226,11 @@ def _one_leaves(rank: int, world_size: int, name: str) -> None:
         raise ValueError("noticed")
 
 
+@pytest.mark.parametrize("later", [0.0, 0.5], ids=["while it is waited for", "before a message is started"])
 @pytest.mark.parametrize("name", _ALGORITHMS)
-def test_a_rank_that_leaves_is_named(name: str) -> None:
+def test_a_rank_that_leaves_is_named(name: str, later: float) -> None:
     with pytest.raises(AssertionError, match="ValueError: noticed"):
-        run_ranks(_one_leaves, 2, name)
+        run_ranks(_one_leaves, 2, name, later)
 
 
 def _threads(rank: int, world_size: int) -> list[str]:
