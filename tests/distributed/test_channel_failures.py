@@ -93,8 +93,10 @@ def _sends_to_nobody(rank: int, world_size: int) -> None:
         channel = channels[1 - rank]
         if rank == 1:
             channel.send([], "last")
+            assert channel.receive("go") == []
             os._exit(0)
         assert channel.receive("last") == []
+        channel.send([], "go")
         time.sleep(0.5)  # gloo knows by now: already starting a message fails
         with pytest.raises(LinkLost, match=r"rank 1 \(pid \d+ on .*\) is gone"):
             channel.send([torch.ones(3)], "never")

@@ -138,9 +138,10 @@ class RunningScript:
         return Completed(returncode, self.stdout, self.stderr, tuple(process.pid for process in left), seconds)
 
     def kill(self) -> None:
-        """End all its processes at once."""
+        """End all its processes at once, and wait until they have ended: a signal takes its time."""
         self._family.send(signal.SIGKILL)
         self._process.wait()
+        self._family.wait_until_gone(5.0)
 
 
 @contextlib.contextmanager
