@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ringstrategy
 
-__all__ = ["command_line", "describe"]
+__all__ = ["command_line", "describe", "in_a_line"]
 
 
 def describe(command: str) -> dict[str, str | float]:
@@ -39,6 +39,14 @@ def describe(command: str) -> dict[str, str | float]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
     }
+
+
+def in_a_line(environment: Mapping[str, str | float]) -> str:
+    """What :func:`describe` found, without the command, as it stands below a table."""
+    return (
+        "{cpu}, {cores} cores, {memory_GiB} GiB, {kernel}; Python {python}, torch {torch}, lightning {lightning},"
+        " ringstrategy {ringstrategy}; load before {load_1min}; {date}"
+    ).format_map(environment)
 
 
 def command_line(kind: str, options: Mapping[str, object]) -> str:

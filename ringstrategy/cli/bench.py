@@ -245,15 +245,12 @@ def _measure(
 def _deliver(
     args: argparse.Namespace, environment: dict[str, str | float], rows: Sequence[Any], table: Table, plot: str
 ) -> None:
+    from ringstrategy.bench.environment import in_a_line
     from ringstrategy.bench.report import write_json
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     console.print(table)
-    console.print(
-        "{cpu}, {cores} cores, {memory_GiB} GiB, {kernel}; Python {python}, torch {torch}, lightning {lightning},"
-        " ringstrategy {ringstrategy}; load before {load_1min}; {date}".format(**environment),
-        style="dim",
-    )
+    console.print(in_a_line(environment), style="dim")
     if args.json:
         write_json(args.json, environment, rows)
     if args.plot:

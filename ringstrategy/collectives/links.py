@@ -28,6 +28,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid; see unix(7)
 class LinkLost(RuntimeError):
     """The peer closed the socket, or stayed silent for longer than the timeout."""
 
+    @classmethod
+    def told(cls, peer: object, error: BaseException) -> LinkLost:
+        """What the process group's error of a message with ``peer`` means, with its name."""
+        return cls(f"{peer} is gone, or did not answer in time: {error}")
+
 
 @contextlib.contextmanager
 def naming(peer: object) -> Iterator[None]:
@@ -38,7 +43,7 @@ def naming(peer: object) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LinkLost(f"{peer} is gone, or did not answer in time: {error}") from error
+        raise LinkLost.told(peer, error) from error
 
 
 class Bell:

@@ -142,7 +142,7 @@ class BackendChannel:
         _wait(dist.irecv(data, group=self._control, group_src=self._place, tag=tag), data)
 
     def _lose(self, error: BaseException) -> None:
-        self._lost = LinkLost(f"{self._peer} is gone, or did not answer in time: {error}")
+        self._lost = LinkLost.told(self._peer, error)
         self._lost.__cause__ = error
         self._arrived.put(None)
 
