@@ -26,6 +26,7 @@ from rich.table import Table
 
 from ringstrategy.bench import report
 from ringstrategy.bench.all_reduce import AllReduceRow
+from ringstrategy.bench.environment import in_a_line
 from ringstrategy.bench.pipeline import PipelineRow
 from ringstrategy.bench.plot import plot_all_reduce
 from ringstrategy.bench.sizes import format_size
@@ -176,22 +177,17 @@ def measure(names: Iterable[str]) -> None:
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+def _lines(head: Sequence[str], rules: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rules, *rows))
+
+
 def markdown(table: Table) -> str:
     """A table of the command line as one of a page, its title above and its caption below."""
     columns = [[str(column.header).replace("\n", " "), *map(str, column.cells)] for column in table.columns]
     rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
     head, *body = zip(*columns, strict=True)
-    lines = ["| " + " | ".join(row) + " |" for row in (head, rules, *body)]
     caption = [f"{str(table.caption)[0].upper()}{str(table.caption)[1:]}."] if table.caption else []
-    return "\n\n".join([f"{table.title}:", "\n".join(lines), *caption])
-
-
-def environment_line(environment: dict[str, Any]) -> str:
-    """What it was measured on and with, and when."""
-    return (
-        "{cpu}, {cores} cores, {memory_GiB} GiB, {kernel}; Python {python}, torch {torch}, lightning {lightning},"
-        " ringstrategy {ringstrategy}; load before {load_1min}; {date}."
-    ).format(**environment)
+    return "\n\n".join([f"{table.title}:", _lines(head, rules, body), *caption])
 
 
 def _folded(command: str) -> str:
@@ -216,7 +212,7 @@ def page() -> str:
             parts += map(markdown, benchmark.tables(rows))
             if (IMAGES / f"{benchmark.name}.png").exists():
                 parts.append(f"![{section.title}: {benchmark.name}](images/{benchmark.name}.png)")
-            parts.append(f"{environment_line(environment)} [JSON](benchmarks/{benchmark.name}.json)")
+            parts.append(f"{in_a_line(environment)}. [JSON](benchmarks/{benchmark.name}.json)")
     return "\n\n".join(parts) + "\n"
 
 
@@ -225,8 +221,8 @@ def readme_tables() -> dict[str, str]:
     return {"all-reduce": _readme_all_reduce(), "train-step": _readme_train_step(), "pipeline": _readme_pipeline()}
 
 
-def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+def _readme_table(head: Sequence[str], rows: Iterable[Sequence[str]], below: str) -> str:
+    return f"{_lines(head, ['---'] * len(head), rows)}\n\n{below}"
 
 
 def _readme_all_reduce() -> str:
@@ -249,7 +245,7 @@ def _readme_all_reduce() -> str:
                 ]
             )
     head = ("ranks", "size", "ours", "gloo", "ratio", "busbw, ours", "busbw, gloo")
-    return f"{_lines(head, cells)}\n\n{environment_line(environment)}"
+    return _readme_table(head, cells, f"{in_a_line(environment)}.")
 
 
 def _readme_train_step() -> str:
@@ -268,7 +264,7 @@ def _readme_train_step() -> str:
                 ]
             )
     head = ("model", "strategy", "step", "ring_ddp is faster by", "peak memory per rank")
-    return f"{_lines(head, cells)}\n\n{environment_line(environment)}"
+    return _readme_table(head, cells, f"{in_a_line(environment)}.")
 
 
 def _readme_pipeline() -> str:
@@ -290,7 +286,7 @@ def _readme_pipeline() -> str:
     ]
     head = ("micro-batches", "schedule", "step", "against torch", "against naive", "bubble", "peak memory by rank")
     alone = f"Naive model parallelism: {format_time(naive.median_s)}."
-    return f"{_lines(head, cells)}\n\n{alone} {environment_line(environment)}"
+    return _readme_table(head, cells, f"{alone} {in_a_line(environment)}.")
 
 
 def with_tables(text: str) -> str:

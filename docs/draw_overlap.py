@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pictures import ALL_REDUCE, BACKWARD, IMAGES, MARK, bare, write
+from pictures import ALL_REDUCE, BACKWARD, IMAGES, MARK, bare, ruled, write
 
 from ringstrategy.gradients.buckets import MIB, Spec, plan_buckets
 
@@ -127,11 +127,7 @@ def draw_curve() -> Figure:
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
     axes.set_ylim(0, None)
     axes.set_xlabel("most MiB of a bucket")
-    axes.set_title("Waiting for gradients after a backward of 20 ms (ms)", loc="left", fontsize=10)
-    axes.grid(axis="y", color="#dee2e6", linewidth=0.7)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    ruled(axes, "Waiting for gradients after a backward of 20 ms (ms)")
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
-from pictures import EDGE, IMAGES, INK, MARK, bare, write
+from pictures import EDGE, IMAGES, INK, MARK, bare, ruled, write
 
 from ringstrategy.collectives.chunks import ring_arrivals, segments, tree_links
 
@@ -153,11 +153,7 @@ def draw_costs() -> Figure:
     axes.set_xlim(1.5, 20.5)
     axes.spines["bottom"].set_bounds(2, 16)
     axes.set_xlabel("ranks", x=0.4)
-    axes.set_title("What the busiest rank sends, in sizes of the buffer", loc="left", fontsize=10)
-    axes.grid(axis="y", color="#dee2e6", linewidth=0.7)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    ruled(axes, "What the busiest rank sends, in sizes of the buffer")
     return figure
 
 

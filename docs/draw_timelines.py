@@ -18,6 +18,7 @@ from ringstrategy.pipeline.timeline import Timeline, simulate
 
 STAGES, MICRO_BATCHES = 4, 8
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3  # of one micro-batch through one stage
+_ACTIVATIONS, _INPUTS = "#1971c2", "#e9ecef"
 
 
 class Step(NamedTuple):
@@ -118,9 +119,6 @@ def draw_kept() -> Figure:
         frameon=False,
     )
     return figure
-
-
-_ACTIVATIONS, _INPUTS = "#1971c2", "#e9ecef"
 
 
 def _panel(axes: Axes, moments: list[Kept]) -> None:

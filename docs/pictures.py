@@ -9,13 +9,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
-__all__ = ["ALL_REDUCE", "BACKWARD", "EDGE", "FORWARD", "IMAGES", "INK", "MARK", "bare", "write"]
+__all__ = ["ALL_REDUCE", "BACKWARD", "EDGE", "IMAGES", "INK", "MARK", "bare", "ruled", "write"]
 
 IMAGES = Path(__file__).resolve().parent / "images"
 
-# Told apart by people who see no red or no green, and labelled all the same; forward and backward as in the drawings
-# of `ringstrategy plan`.
-FORWARD, BACKWARD, ALL_REDUCE = "#74c0fc", "#ffa94d", "#b197fc"
+# Told apart by people who see no red or no green, and labelled all the same; backward as in the drawings of
+# `ringstrategy plan`.
+BACKWARD, ALL_REDUCE = "#ffa94d", "#b197fc"
 MARK = "#d9480f"  # what the eye is to find
 INK, EDGE = "#212529", "#868e96"
 
@@ -25,6 +25,15 @@ def bare(axes: Axes) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.tick_params(length=0)
+
+
+def ruled(axes: Axes, title: str) -> None:
+    """Leave of the axes of a curve the line below it, put rules behind it and a title above."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(axis="y", color="#dee2e6", linewidth=0.7)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
 
 
 def write(path: Path, draw: Callable[[Path], None]) -> None:
